@@ -60,7 +60,7 @@ class BeamSearchParams:
         for name in ("length_penalty", "diversity_penalty"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value):
-                raise RequestError(f"{name} must be a finite number, not {value!r}")
+                raise RequestError(f"{name} is {value!r}: pass a finite number")
         if self.temperature != 0.0:
             raise RequestError(f"a beam search does not sample: leave temperature at 0, not {self.temperature!r}")
         if self.early_stopping not in (True, False, "never"):

@@ -23,7 +23,7 @@ def checked_kv_dtype(name: str) -> KVDtype:
     """Check the name of a type for keys and values; callers that know the kernel set resolve `auto` first."""
     *names, last = get_args(KVDtype)
     if name not in get_args(KVDtype):
-        raise ConfigError(f"dtype must be auto, {', '.join(names)} or {last}, not {name!r}")
+        raise ConfigError(f"kv_cache_dtype (--kv-dtype) is {name!r}: pass auto, {', '.join(names)} or {last}")
     return cast(KVDtype, name)
 
 

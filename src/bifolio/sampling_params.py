@@ -299,8 +299,9 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
         number = float(value)
         if (low < number if open_low else low <= number) and number <= high:  # false for NaN
             return number
-    between = f"{'above' if open_low else 'from'} {low:g}" + (f" up to {high:g}" if high < 1e30 else "")
-    raise RequestError(f"{name} must be a finite number {between}, not {value!r}")
+    least = f"above {low:g}" if open_low else f"of at least {low:g}"
+    between = least if high >= 1e30 else f"{least} and at most {high:g}"
+    raise RequestError(f"{name} is {value!r}: pass a number {between}")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:

@@ -51,6 +51,23 @@ def check_idle(llm: LLM) -> None:
     llm.engine.blocks.check_invariants()
 
 
+# -- the object itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_repr_names_model_device_blocks_and_length(llm: LLM) -> None:
+    shown = repr(llm)
+    name, blocks = llm.model.path.name, llm.engine.stats().num_blocks
+    for part in (f"LLM({name!r}", "device='cpu'", f"num_blocks={blocks + 1}", "block_size=4", "max_model_len=96"):
+        assert part in shown
+    llm.close()
+    assert repr(llm) == f"LLM({name!r}, closed)"
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"has no option 'max_modellen': did you mean 'max_model_len'\?"):
+        LLM("nothing", max_modellen=5)
+
+
 # -- prompts and results --------------------------------------------------------------------------------------------
 
 
@@ -343,3 +360,22 @@ def test_requests_with_the_most_tokens_to_generate_run_first(folder: Path) -> No
     assert sorted(range(len(counts)), key=lambda number: scheduled[number]) == [4, 1, 2, 3, 0, 5]
     first_seen = list(dict.fromkeys(result.request_id for result in llm.stream(prompts, params)))
     assert first_seen == [str(number) for number in range(len(counts))]
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def test_tools_are_refused_as_by_the_server_where_the_template_drops_them(llm: LLM) -> None:
+    from bifolio.serve.errors import ApiError
+    from bifolio.serve.http import decode
+    from bifolio.serve.protocol import ChatRequest
+    from bifolio.serve.tools import plan_tools
+
+    messages = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(ChatTemplateError, match="tools: this model's chat template has no place for them") as refusal:
+        llm.chat(messages, GREEDY, tools=TOOLS)
+    request = decode(json.dumps({"messages": messages, "tools": TOOLS}).encode(), ChatRequest)
+    with pytest.raises(ApiError) as answer:
+        plan_tools(request, llm.model)
+    assert answer.value.message == str(refusal.value)
+    assert llm.chat(messages, GREEDY, tools=[])

@@ -136,6 +136,7 @@ def test_public_names_are_listed() -> None:
         assert name in dir(bifolio)
         assert getattr(bifolio, name) is not None
     assert set(bifolio.__all__) <= set(dir(bifolio))
+    assert {name for name in dir(bifolio) if not name.startswith("__")} == set(bifolio.__all__) - {"__version__"}
 
 
 def test_every_field_of_the_parameters_is_documented() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from bifolio import LLM, SamplingParams
 from bifolio.cli.chat import answer
+from bifolio.cli.chat_commands import set_option
 from bifolio.cli.conversation import SUMMARY_TITLE, Conversation
 from bifolio.cli.main import build_app
 from bifolio.cli.terminal import Terminal
@@ -144,6 +145,20 @@ def test_a_cut_answer_is_marked(folder: Path) -> None:
     assert whole.finish_reason == "length"
 
 
+def test_set_lists_everything_in_effect(folder: Path) -> None:
+    llm = LLM(folder, max_num_seqs=1, max_model_len=64)
+    params = SamplingParams(dry_multiplier=0.8, dry_sequence_breakers=("\n",), ignore_eos=True, max_tokens=4)
+    conversation = Conversation(llm, params, None)
+    shown = dict(line.split(maxsplit=1) for line in set_option("", conversation))
+    assert shown["dry_multiplier"] == "0.8"
+    assert shown["dry_sequence_breakers"] == "('\\n',)"
+    assert shown["ignore_eos"] == "True"
+    assert shown["dry_base"] == "1.75"
+    assert "logit_bias" not in shown
+    assert set_option("dry_multiplier 0", conversation) == ["dry_multiplier is 0 from now on"]
+    assert conversation.params.dry_multiplier == 0.0
+
+
 def test_set_changes_the_next_answers_and_shows_them(folder: Path) -> None:
     printed, notes = chat(folder, "/set max_tokens 2\nHello\n/set\n/set tempature 1\n/set top_p 7\n/set seed x\n")
     short = LLM(folder).chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=2))
@@ -152,7 +167,7 @@ def test_set_changes_the_next_answers_and_shows_them(folder: Path) -> None:
         "max_tokens is 2",
         "temperature          0.0",
         "did you mean 'temperature'?",
-        "top_p must be",
+        "top_p is 7.0: pass a number",
         "no value",
     ):
         assert words in notes

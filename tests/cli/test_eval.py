@@ -87,7 +87,7 @@ def test_impossible_windows(folder: Path, text: Path, window: str) -> None:
 
 
 def test_texts_that_cannot_be_scored(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(BifolioError, match="cannot be read"):
+    with pytest.raises(BifolioError, match="does not exist"):
         bifolio(tmp_path / "none.txt", "-m", folder)
     (tmp_path / "bad.xz").write_bytes(b"no archive")
     with pytest.raises(BifolioError, match="cannot be read"):

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from bifolio import __version__
-from bifolio.cli.main import VERBS, wanted_verbs
+from bifolio.cli.main import ALIASES, HEADINGS, VERBS, build_app, wanted_verbs
+from cli_runner import CliRunner
 
 
 def command(*arguments: str, check: str = "") -> subprocess.CompletedProcess[str]:
@@ -24,6 +25,63 @@ def test_only_the_wanted_verb_is_loaded() -> None:
     assert wanted_verbs(["generate", "hello"]) == ["generate"]
     for arguments in ([], ["--help"], ["--version"], ["unknown"], ["-h", "generate"]):
         assert wanted_verbs(arguments) == VERBS
+
+
+def test_the_help_groups_the_verbs_and_shows_each_once() -> None:
+    text = CliRunner().invoke(build_app(), ["--help"]).stdout
+    places = [text.index(f"\n{heading}:\n") for heading in HEADINGS]
+    assert places == sorted(places)
+    assert list(HEADINGS) == ["use", "models", "measure", "operate"]
+    shown = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].isalpha()]
+    assert sorted(shown) == sorted(VERBS)
+
+
+def test_another_name_of_a_verb_works_and_is_listed_with_it() -> None:
+    app = build_app()
+    assert app.aliases == ALIASES == {"list": "models"}
+    assert wanted_verbs(["list"]) == ["models"]
+    run = CliRunner().invoke
+    assert run(app, ["list", "--json"]).stdout == run(app, ["models", "--json"]).stdout != ""
+    assert "(also: list)" in run(app, ["--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("verb", "common", "advanced"),
+    [
+        ("serve", "--port", "--kv-events-topic"),
+        ("generate", "--temperature", "--chunk-size"),
+        ("train", "--steps", "--beta1"),
+    ],
+)
+def test_help_is_short_and_help_all_is_complete(verb: str, common: str, advanced: str) -> None:
+    app = build_app([verb])
+    short, complete = (CliRunner().invoke(app, [verb, flag]).stdout for flag in ("--help", "--help-all"))
+    assert f" {common} " in short
+    assert "--help-all" in short
+    assert advanced not in short
+    assert f" {common} " in complete
+    assert f" {advanced} " in complete
+    assert len(short.splitlines()) < 0.8 * len(complete.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--temprature", "0"], "there is no option --temprature: did you mean '--temperature'?"),
+        (
+            ["generate", "Once", "--max-modellen=5"],
+            "there is no option --max-modellen: did you mean '--max-model-len'?",
+        ),
+        (["quantize", "--fromat", "q8_0"], "there is no option --fromat: did you mean '--format'?"),
+        (["generate", "--xyzzy"], "there is no option --xyzzy: see --help-all"),
+        (["serve", "--port", "99999"], "--port/-p: 99999 is above 65535"),
+        (["serve", "--port", "-1"], "--port/-p: -1 is below 0"),
+    ],
+)
+def test_wrong_options_are_refused_by_name_before_any_work(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(build_app(arguments[:1]), arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 @pytest.mark.full

@@ -34,7 +34,7 @@ OWN_SETTINGS = {
     "imatrix": {"kv_dtype", "activations", *DEVICE_OPTIONS},  # watches the CPU's operations one by one
     "quantize": {"kv_dtype", *DEVICE_OPTIONS},  # converts; scores a text on the CPU on request
 }
-NO_MODEL_RUNS = {"train", "inspect", "models", "list", "pull", "rm", "doctor", "completion", "bench serve", "bench gpu",
+NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "rm", "doctor", "completion", "bench serve", "bench gpu",
                  "cluster status", "cluster delete"}  # fmt: skip
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTION = "Once upon a time a little fox"

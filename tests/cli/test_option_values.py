@@ -78,6 +78,23 @@ def test_mistakes_name_their_place(config: Path, text: str, message: str) -> Non
         raise error
 
 
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [
+        ("threds = 1", ["no verb has an option 'threds': did you mean 'threads'?"]),
+        ("temprature = 0.5", ["no verb has an option 'temprature': did you mean 'temperature'?"]),
+        ("[cht]\nmodel = 'x'", ["[cht] is no verb: did you mean 'chat'?"]),
+        ("xyzzy = 1\n[go]\nthreads = 2", ["no verb has an option 'xyzzy'"]),
+        ("temperature = 0.5\n[chat]\nmodel = 'x'\n['bench throughput']\nrepetitions = 3", []),  # of other verbs
+    ],
+)
+def test_names_that_no_verb_has_are_warned_about(config: Path, text: str, warned: list[str]) -> None:
+    config.write_text(text + "\n")
+    _, result = run()
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [f"warning: {config}: {line}" for line in warned]
+
+
 def test_a_bad_variable_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIFOLIO_THREADS", "x")
     assert "BIFOLIO_THREADS is 'x'" in str(run()[1].exception)

@@ -20,9 +20,9 @@ from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, Mo
 from bifolio.model import hub as hub_client
 from bifolio.model import pull as pulling
 from bifolio.model.hub import MAX_TRIES
-from bifolio.model.loader import load_model, resolve
+from bifolio.model.loader import load_model, open_text_model, resolve
 from bifolio.model.references import KNOWN
-from bifolio.model.registry import embedded_dir, find_model, pulled_dir
+from bifolio.model.registry import embedded_dir, ends_digest, find_model, pulled_dir
 from cli_runner import CliRunner
 from exotic_weights import k_quant_llama
 from gguf_parts import split
@@ -253,6 +253,33 @@ def test_a_short_name_brings_the_defaults_of_its_authors(hub: Hub, gguf: bytes) 
     bifolio("pull", name)
     defaults = load_model(name).sampling_defaults
     assert {key: defaults[key] for key in known.generation_config} == dict(known.generation_config)
+
+
+def test_a_copy_of_a_pulled_file_has_the_same_defaults(
+    tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path / "cache"))
+    folder, copy = tmp_path / "cache" / "models", tmp_path / "elsewhere.gguf"
+    folder.mkdir(parents=True)
+    (folder / "mine.gguf").write_bytes(gguf)
+    copy.write_bytes(gguf)
+    assert "dry_multiplier" not in open_text_model(copy).sampling_defaults
+    pulling.write_source("mine", "somewhere", None, {"dry_multiplier": 0.8})
+    assert open_text_model(copy).sampling_defaults == open_text_model("mine").sampling_defaults
+    assert open_text_model(copy).sampling_defaults["dry_multiplier"] == 0.8
+    copy.write_bytes(gguf[:-1] + bytes([gguf[-1] ^ 1]))  # other bytes are another model
+    assert "dry_multiplier" not in open_text_model(copy).sampling_defaults
+
+
+def test_a_file_of_a_packaged_model_has_its_defaults_without_a_pull(
+    tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "file.gguf"
+    file.write_bytes(gguf)
+    known = pulling.PackagedModel("pack==1.0", "m", "0" * 64, "MIT", {"dry_base": 2.0}, ends_digest(file))
+    monkeypatch.setitem(pulling.PACKAGED, "pack", known)
+    assert open_text_model(file).sampling_defaults["dry_base"] == 2.0
 
 
 @pytest.mark.full

@@ -263,7 +263,7 @@ HELP: dict[tuple[str, ...], str] = {}  # by program: many blocks name the same o
 
 def help_of(program: tuple[str, ...], environment: dict[str, str]) -> str:
     if program not in HELP:
-        command = [*program, "--help"]
+        command = [*program, "--help-all" if program[0] == "bifolio" else "--help"]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
         )

@@ -60,6 +60,13 @@ def test_the_readme_links_to_every_page_and_shows_the_page_and_the_cache_map() -
     assert {images / "page-desktop-light.png", images / "live-desktop-light.png"} <= linked
 
 
+def test_the_package_is_installed_from_its_source_on_every_page() -> None:
+    """It is on no package index, so `pip install bifolio` would fail or install something else."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    wrong = [page.name for page in pages if re.search(r"pip install (?:-\S+ )*['\"]?bifolio\b(?!-)", page.read_text())]
+    assert wrong == []
+
+
 def test_every_picture_is_shown_on_a_page() -> None:
     shown = set().union(*(links_of(page) for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]))
     pictures = {picture.resolve() for picture in (ROOT / "docs").rglob("*.png")}

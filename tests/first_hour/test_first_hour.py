@@ -90,7 +90,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 def test_the_program_is_there_and_explains_itself(home: Home) -> None:
     assert home.bash("bifolio --version") == f"bifolio {__version__}\n"
     everything = home.bash("bifolio --help")
-    for verb in ("generate", "chat", "run", "pull", "list", "rm", "doctor", "completion"):
+    for verb in ("generate", "chat", "run", "pull", "models", "rm", "doctor", "completion"):
         assert f"  {verb} " in everything
     assert "Examples:" in home.bash("bifolio generate --help")
     assert "did you mean 'generate'?" in home.bash("bifolio generat", code=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_unreadable_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no text files"):
         read_documents([tmp_path])
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(ModelFileError, match="UTF-8"):
+    with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 \(byte 0\)"):
         read_documents([tmp_path / "bad.txt"])
     whole = lzma.compress(TEXT.encode())
     (tmp_path / "cut.txt.xz").write_bytes(whole[: len(whole) // 2])
@@ -162,8 +163,8 @@ def test_longer_ngrams_predict_real_structure_better() -> None:
 
 def test_settings_refuse_what_cannot_work() -> None:
     for bad, words in [({"preset": "huge"}, "preset"), ({"batch_size": 5, "accumulate": 2}, "accumulate"),
-                       ({"eval_fraction": 0.0}, "eval_fraction"), ({"steps": 0}, "steps"),
-                       ({"learning_rate": -1.0}, "learning rate"), ({"gguf": "q9"}, "q8_0")]:  # fmt: skip
+                       ({"eval_fraction": 0.0}, "--eval-fraction"), ({"steps": 0}, "steps"),
+                       ({"learning_rate": -1.0}, "--learning-rate is -1"), ({"gguf": "q9"}, "q8_0")]:  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             TrainSettings(**bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="heads"):
@@ -189,3 +190,35 @@ def test_presets_have_the_promised_sizes() -> None:
     assert count("draft", 4096) <= 1.5e6
     assert count("shakespeare", 65) * 34 / 32 <= 1.9e6
     assert TrainSettings().shape().context >= 512
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_heads": 0}, "--num-heads is 0: pass a number of at least 1"),
+        ({"num_kv_heads": -1}, "--num-kv-heads is -1: pass a number of at least 1"),
+        ({"context": 0}, "--context is 0: pass a number of at least 1"),
+        ({"beta1": 2.0}, "--beta1 is 2.0: pass a number of at least 0 and below 1"),
+        ({"beta2": float("nan")}, "--beta2 is nan: pass a number of at least 0 and below 1"),
+        ({"seed": -1}, "--seed is -1: pass a number of at least 0"),
+        ({"clip": -0.5}, "--clip is -0.5: pass a number of at least 0"),
+        ({"clip": float("inf")}, "--clip is inf: pass a number of at least 0"),
+        ({"final_learning_rate": 1.5}, "--final-learning-rate is 1.5: pass a number of at least 0 and at most 1"),
+        ({"eval_fraction": 0.0}, "--eval-fraction is 0.0: pass a number above 0 and below 1"),
+        ({"num_heads": 7}, "--num-heads is 7, which does not divide a width of 384: pass a divisor"),
+        ({"num_kv_heads": 4}, "--num-kv-heads is 4, which does not divide a number of heads of 6: pass a divisor"),
+    ],
+)
+def test_settings_outside_their_range_are_refused_by_name(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        TrainSettings(**values)
+    assert str(refusal.value) == said
+
+
+@pytest.mark.parametrize("value", [{"seed": -1}, {"learning_rate": 0.0}, {"steps": 0}])
+def test_settings_of_heads_are_refused_by_name(value: dict[str, Any]) -> None:
+    from bifolio.train.head_run import HeadSettings
+
+    (name,) = value
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is "):
+        HeadSettings("stories", **value)

@@ -134,6 +134,17 @@ def test_resuming_another_run_is_refused(text: Path, tmp_path: Path) -> None:
         run(replace(settings, steps=4, resume=True, data=(str(other),)))
 
 
+def test_a_run_can_be_extended(text: Path, tmp_path: Path) -> None:
+    settings = small(text, tmp_path / "run")
+    short = run(replace(settings, steps=4))
+    longer = run(replace(settings, steps=8, resume=True))
+    assert (longer.finished, longer.steps_done) == (True, 8)
+    assert longer.history.train[: len(short.history.train)] == short.history.train
+    assert [step for step, _ in longer.history.train] == [2, 4, 6, 8]
+    with pytest.raises(ConfigError, match=r"--steps is 3, and the run in .* has done 8: pass more"):
+        run(replace(settings, steps=3, resume=True))
+
+
 def test_accumulation_does_not_change_the_run(text: Path, tmp_path: Path) -> None:
     whole = run(small(text, tmp_path / "a")).history.train
     parts = run(replace(small(text, tmp_path / "b"), accumulate=4)).history.train
@@ -253,7 +264,7 @@ def test_command_line_makes_the_settings() -> None:
     assert settings.data == ("a.txt", "b.txt", "c.txt")
     assert (settings.steps, settings.keep_best, settings.bf16, settings.learning_rate) == (7, True, False, 0.5)
     assert settings.gguf == "q8_0"
-    for bad, words in [(["--stepz", "3"], "no option --stepz"), (["--steps"], "needs a value"),
+    for bad, words in [(["--stepz", "3"], "no option --stepz: did you mean 'steps'"), (["--steps"], "needs a value"),
                        (["--steps", "x"], "type int"), (["--no-steps"], "no option"),
                        (["--resume=maybe"], "true or false")]:  # fmt: skip
         with pytest.raises(ConfigError, match=words):

@@ -30,7 +30,7 @@ from bifolio.model.registry import DEFAULT_MODEL
 from bifolio.model.weights import OnLoad
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
-from bifolio.text.chat_template import Message, check_messages, render_chat
+from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
 
 
@@ -84,7 +84,7 @@ class LLM:
         on_load: OnLoad = lambda done, total: None,
         **ported: Any,
     ) -> None:
-        check_ported(ported)
+        check_ported(ported, LLM.__init__.__kwdefaults__ or ())
         check_threads(threads)
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         options = EngineOptions(
@@ -111,6 +111,15 @@ class LLM:
         self._seeds = None if seed is None else random.Random(seed)
         if verbose:
             self.print_plan()
+
+    def __repr__(self) -> str:
+        if self._shared.is_closed:
+            return f"LLM({self.model.path.name!r}, closed)"
+        kernels, length = self.engine.runner.kernels, self.engine.config.max_model_len
+        return (
+            f"LLM({self.model.path.name!r}, device={kernels.device!r}, kernels={kernels.name!r}, "
+            f"num_blocks={self.plan.num_blocks}, block_size={self.plan.block_size}, max_model_len={length})"
+        )
 
     @property
     def engine(self) -> InferenceEngine:
@@ -198,6 +207,8 @@ class LLM:
         """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
         tokenizer = self.model.require_tokenizer()
         check_messages(messages)
+        if options.get("tools") and self.model.chat_template is not None:
+            check_takes_tools(self.model.chat_template)
         placeholders = Placeholders(tokenizer.special_tokens)
         text = render_chat(
             self.model.chat_template,

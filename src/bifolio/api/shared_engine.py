@@ -32,6 +32,10 @@ class SharedEngine:
             raise EngineDeadError("this LLM was closed: make a new one")
         return self._engine
 
+    @property
+    def is_closed(self) -> bool:
+        return self._engine is None
+
     # -- requests ----------------------------------------------------------------------------------------------
     def add_all(
         self,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from bifolio.config import KVDtype, SpeculativeConfig, checked_kv_dtype
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, did_you_mean
 
 WEIGHT_DTYPES = {
     "auto": None,
@@ -76,14 +76,17 @@ def cache_dtype(dtype: Any, kv_cache_dtype: str, usual: KVDtype) -> KVDtype:
     return usual
 
 
-def check_ported(options: Mapping[str, Any]) -> None:
-    """Refuse or warn about options of vLLM that bifolio does not have; an unknown name is a TypeError."""
+def check_ported(options: Mapping[str, Any], own: Iterable[str] = ()) -> None:
+    """Refuse or warn about options of vLLM that bifolio does not have; an unknown name is a TypeError.
+
+    `own` are the names of the options that bifolio has, of which the nearest one is shown.
+    """
     for name, value in options.items():
         if name in _SAME:
             if value not in (_SAME[name], None, "auto"):
                 raise ConfigError(f"{name}={value!r} is not supported: leave it out, or pass {_SAME[name]!r}")
         elif name not in IGNORED:
-            raise TypeError(f"LLM() has no option {name!r}")
+            raise TypeError(f"LLM() has no option {name!r}{did_you_mean(name, [*own, *_SAME, *IGNORED])}")
         elif value not in (None, False, "auto"):
             warnings.warn(f"{name}={value!r} has no effect: {IGNORED[name]}", UserWarning, stacklevel=3)
 

@@ -37,16 +37,16 @@ def formats(
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
-    from bifolio.cli.eval import read_text
     from bifolio.measure.figures import check_target
     from bifolio.measure.format_bench import bench_formats, plot_formats
     from bifolio.model.gguf.mixes import parse_mix
     from bifolio.model.loader import load_model
     from bifolio.model.registry import DEFAULT_MODEL
+    from bifolio.text.utf8 import read_text
 
     wanted = [parse_mix(name).name for name in names.split(",") if name.strip()]
     check_target(plot)
-    content = None if text is None else read_text(text)
+    content = None if text is None else read_text(text, "--text")
     with tempfile.TemporaryDirectory() as folder:
         rows = bench_formats(
             load_model(model or DEFAULT_MODEL),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from bifolio.cli.commands import did_you_mean
 from bifolio.cli.conversation import Conversation, checked_policy
 from bifolio.errors import BifolioError
+from bifolio.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from bifolio.cli.terminal import Terminal
@@ -34,6 +35,14 @@ NUMBERS: dict[str, Callable[[str], Any]] = {
     "repetition_penalty": float,
     "presence_penalty": float,
     "frequency_penalty": float,
+    "no_repeat_ngram_size": int,
+    "dry_multiplier": float,
+    "dry_base": float,
+    "dry_allowed_length": int,
+    "dry_range": int,
+    "xtc_probability": float,
+    "xtc_threshold": float,
+    "min_tokens": int,
     "max_tokens": int,
     "seed": int,
 }
@@ -74,13 +83,23 @@ def obey(line: str, conversation: Conversation, terminal: Terminal, regenerate: 
     return True
 
 
+def in_effect(conversation: Conversation) -> list[str]:
+    """Every option of the next answers: those that /set changes, and all others that differ from their defaults."""
+    params, plain = conversation.params, SamplingParams()
+    shown = {name: getattr(params, name) for name in NUMBERS} | {"stop": list(params.stop)}
+    for option in fields(params):
+        value = getattr(params, option.name)
+        if option.name not in shown and value != getattr(plain, option.name):
+            shown[option.name] = value
+    shown["context-policy"] = conversation.policy
+    return [f"{name:<20} {value}" for name, value in shown.items()]
+
+
 def set_option(argument: str, conversation: Conversation) -> list[str]:
     """Change an option of the next answers, or list all; the lines to print."""
     params = conversation.params
     if not argument:
-        shown = {name: getattr(params, name) for name in NUMBERS}
-        return [*(f"{name:<20} {value}" for name, value in shown.items()), f"{'stop':<20} {list(params.stop)}",
-                f"{'context-policy':<20} {conversation.policy}"]  # fmt: skip
+        return in_effect(conversation)
     name, _, value = argument.replace("=", " ", 1).partition(" ")
     value, key = value.strip(), name.replace("-", "_")
     try:

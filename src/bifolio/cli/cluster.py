@@ -97,7 +97,7 @@ def deploy(
     model: options.Model = None,
     address: Address = "auto",
     host: Annotated[str, commands.option("--host", help="Address of each node to listen on.")] = "127.0.0.1",
-    port: Annotated[int, commands.option("--port", "-p", help="Port to listen on.")] = 8000,
+    port: Annotated[int, commands.option("--port", "-p", min=0, max=65535, help="Port to listen on.")] = 8000,
 ) -> None:
     run = ray_module()
     settings = replicas.settings(model, plain_options(engine))

@@ -23,7 +23,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from bifolio.cli.option_values import OptionValues
 from bifolio.errors import did_you_mean as did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., None])
+HELP_ALL = "--help-all"
 LITERAL = "\0"  # no argument of a program can hold this character
 DEST_PREFIX = "value_of_"  # keeps names such as `format_usage` apart from attributes of argparse
 
@@ -54,12 +55,23 @@ class Parameter:
     names: tuple[str, ...] = ()  # "--max-tokens", "-n"; empty: made from the parameter's own name
     help: str = ""
     min: float | None = None
+    max: float | None = None
     variable: str | None = None  # of the environment, read where the option is not given
     positional: bool = False
+    advanced: bool = False  # shown by --help-all, not by --help
+    read: Callable[[str], Any] | None = None  # from text to the value, where the type alone does not say it
 
 
-def option(*names: str, help: str = "", min: float | None = None, variable: str | None = None) -> Parameter:
-    return Parameter(names, help, min, variable)
+def option(
+    *names: str,
+    help: str = "",
+    min: float | None = None,
+    max: float | None = None,
+    variable: str | None = None,
+    advanced: bool = False,
+    read: Callable[[str], Any] | None = None,
+) -> Parameter:
+    return Parameter(names, help, min, max, variable, advanced=advanced, read=read)
 
 
 def argument(*, help: str = "") -> Parameter:
@@ -81,15 +93,20 @@ class Command:
     def run(self, program: str, arguments: Sequence[str]) -> None:
         parser = _parser(program, self.help, self.epilog)
         values, written = OptionValues.of(program), parameters_of(self.function)
+        words = _literal_tail(arguments)
+        in_full, num_hidden = HELP_ALL in words, sum(notes_of(parameter)[1].advanced for parameter, _ in written)
+        shown = f"Show all options, {num_hidden} more, and exit." if num_hidden and not in_full else argparse.SUPPRESS
+        parser.add_argument(HELP_ALL, action="help", help=shown)
         headings: dict[str, Any] = {}
         for parameter, group in written:
             section = parser if group is None else headings.get(group.name)
             if section is None and group is not None:
                 section = headings[group.name] = parser.add_argument_group(group.annotation.HEADING)
-            _add(section, parameter, values)
+            _add(section, parameter, values, in_full)
         values.check_all_used()
         parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
-        given = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
+        _refuse_unknown(parser, words)
+        given = vars(parser.parse_intermixed_args(words))
         try:
             self.function(**_arguments(written, given))
         except BadParameter as error:
@@ -103,12 +120,18 @@ class App:
     name: str
     help: str = ""
     version: str = ""
+    headings: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the help: the verbs under each
     verbs: dict[str, Command | App] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)  # another name: the verb
 
-    def command(self, name: str | None = None, *, help: str = "", epilog: str = "") -> Callable[[Function], Function]:
+    def command(
+        self, name: str | None = None, *, help: str = "", epilog: str = "", alias: str | None = None
+    ) -> Callable[[Function], Function]:
         def register(function: Function) -> Function:
-            text = help or inspect.getdoc(function) or ""
-            self.verbs[name or function.__name__.replace("_", "-")] = Command(function, text, epilog)
+            verb = name or function.__name__.replace("_", "-")
+            self.verbs[verb] = Command(function, help or inspect.getdoc(function) or "", epilog)
+            if alias is not None:
+                self.aliases[alias] = verb
             return function
 
         return register
@@ -125,6 +148,7 @@ class App:
 
     def run(self, program: str, arguments: Sequence[str]) -> None:
         verb = arguments[0] if arguments else ""
+        verb = self.aliases.get(verb, verb)
         if verb in self.verbs:
             self.verbs[verb].run(f"{program} {verb}", arguments[1:])
             return
@@ -132,16 +156,25 @@ class App:
         parser.usage = f"{program} VERB ..."
         if self.version:
             parser.add_argument("--version", action="version", version=self.version, help="Show the version and exit.")
-        group = parser.add_argument_group("verbs")
-        for name, entry in self.verbs.items():
-            group.add_argument(name, nargs="?", help=_escaped(entry.help.split("\n")[0]))
+        parser.add_argument(HELP_ALL, action="help", help=argparse.SUPPRESS)
+        self._list_verbs(parser)
         if not verb:
             parser.print_help()
             raise Exit(2)
         parser.parse_known_args([verb] if verb.startswith("-") else [])  # --help and --version end here
-        parser.error(
-            f"there is no {verb!r}{did_you_mean(verb, self.verbs) or ': choose one of ' + ', '.join(self.verbs)}"
-        )
+        known = [*self.verbs, *self.aliases]
+        parser.error(f"there is no {verb!r}{did_you_mean(verb, known) or ': choose one of ' + ', '.join(self.verbs)}")
+
+    def _list_verbs(self, parser: argparse.ArgumentParser) -> None:
+        """The verbs under their headings; those without one come last."""
+        placed = {name for names in self.headings.values() for name in names}
+        rest = [name for name in self.verbs if name not in placed]
+        for heading, names in {**self.headings, "other verbs" if placed else "verbs": rest}.items():
+            group = parser.add_argument_group(heading)
+            for name in names:
+                if name in self.verbs:
+                    also = "".join(f" (also: {alias})" for alias, verb in self.aliases.items() if verb == name)
+                    group.add_argument(name, nargs="?", help=_escaped(self.verbs[name].help.split("\n")[0] + also))
 
 
 def _parser(program: str, help: str, epilog: str) -> argparse.ArgumentParser:
@@ -167,6 +200,15 @@ def _literal_tail(arguments: Sequence[str]) -> list[str]:
     """Mark the arguments after "--", so that argparse does not read them as options."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:split], *(LITERAL + text for text in arguments[split + 1 :])]
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse an option that the verb does not have, with the nearest one, before any value is read."""
+    known = parser._option_string_actions
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and " " not in word and name not in known:
+            parser.error(f"there is no option {name}{did_you_mean(name, known) or ': see ' + HELP_ALL}")
 
 
 def _escaped(text: str) -> str:
@@ -213,11 +255,16 @@ def _arguments(
     return {**alone, **{name: classes[name](**options) for name, options in grouped.items()}}
 
 
-def _add(parser: Any, parameter: inspect.Parameter, values: OptionValues) -> None:
-    """Add one option or argument; a parameter without a default is required."""
+def notes_of(parameter: inspect.Parameter) -> tuple[Any, Parameter]:
+    """The type of a parameter, and how it is written."""
     hint = parameter.annotation
     kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
-    written = next((note for note in notes if isinstance(note, Parameter)), Parameter())
+    return kind, next((note for note in notes if isinstance(note, Parameter)), Parameter())
+
+
+def _add(parser: Any, parameter: inspect.Parameter, values: OptionValues, in_full: bool) -> None:
+    """Add one option or argument; a parameter without a default is required."""
+    kind, written = notes_of(parameter)
     kind = _without_none(kind)
     several = typing.get_origin(kind) is list
     required = parameter.default is inspect.Parameter.empty
@@ -225,12 +272,13 @@ def _add(parser: Any, parameter: inspect.Parameter, values: OptionValues) -> Non
     if written.variable is not None:
         default = os.environ.get(written.variable, default)
     names = written.names or ("--" + parameter.name.replace("_", "-"),)
-    reader = bool if kind is bool else _reader(typing.get_args(kind)[0] if several else kind, written.min)
+    reader = bool if kind is bool else _reader(typing.get_args(kind)[0] if several else kind, written)
     if not written.positional:
         value = values.take(names, reader, several)
         default, required = (default, required) if value is None else (value, False)
     shown = "" if default is None or isinstance(default, bool) or written.positional else f" [default: {default}]"
-    settings: dict[str, Any] = {"help": _escaped(written.help + shown)}
+    is_hidden = written.advanced and not in_full and not required
+    settings: dict[str, Any] = {"help": argparse.SUPPRESS if is_hidden else _escaped(written.help + shown)}
     if kind is bool:
         settings |= {"action": "store_true" if written.names else argparse.BooleanOptionalAction}
     else:
@@ -252,13 +300,15 @@ def _without_none(kind: Any) -> Any:
     return kind
 
 
-def _reader(kind: Callable[[str], Any], least: float | None) -> Callable[[str], Any]:
+def _reader(kind: Callable[[str], Any], written: Parameter) -> Callable[[str], Any]:
     """A function from text to a value; its error names the expected type or range."""
 
     def read(text: str) -> Any:
-        value = kind(text.removeprefix(LITERAL))
-        if least is not None and value < least:
-            raise argparse.ArgumentTypeError(f"{text} is below {least:g}")
+        value = (written.read or kind)(text.removeprefix(LITERAL))
+        if written.min is not None and value < written.min:
+            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}")
+        if written.max is not None and value > written.max:
+            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}")
         return value
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # argparse puts it into "invalid int value"

@@ -64,16 +64,14 @@ def options_of(app: commands.App, prefix: str = "") -> Iterator[tuple[str, list[
         if isinstance(entry, commands.App):
             yield from options_of(entry, f"{prefix}{name} ")
             continue
-        found = ["--help"]
+        found = ["--help", commands.HELP_ALL]
         for parameter, _ in commands.parameters_of(entry.function):
             found += _written(parameter)
         yield prefix + name, found
 
 
 def _written(parameter: inspect.Parameter) -> list[str]:
-    hint = parameter.annotation
-    kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    written = next((note for note in notes if isinstance(note, commands.Parameter)), commands.Parameter())
+    kind, written = commands.notes_of(parameter)
     if written.positional:
         return []
     if written.names:

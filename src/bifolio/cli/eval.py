@@ -43,6 +43,7 @@ def evaluate(
     from bifolio.measure.perplexity import WINDOW, text_perplexity
     from bifolio.model.loader import load_model
     from bifolio.model.registry import DEFAULT_MODEL
+    from bifolio.text.utf8 import read_text
 
     content = read_text(text)
     if window is not None and window < 2:
@@ -71,19 +72,3 @@ def evaluate(
     else:
         commands.echo(f"perplexity {result.value:.4f} (loss {record['loss']:.4f} per token)")
         commands.echo(f"{result.num_tokens} tokens in {seconds:.1f} s, {result.num_tokens / seconds:.0f} tokens/s")
-
-
-def read_text(path: Path) -> str:
-    """Decode a file as UTF-8; invalid bytes become replacement characters, so that any file can be scored."""
-    from bifolio.errors import ConfigError
-
-    try:
-        if path.suffix == ".xz":
-            import lzma
-
-            data = lzma.decompress(path.read_bytes())
-        else:
-            data = path.read_bytes()
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return data.decode("utf-8", errors="replace")

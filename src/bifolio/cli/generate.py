@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from bifolio.cli import commands, options
+from bifolio.cli import commands, options, output_files
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
@@ -73,7 +73,12 @@ def generate(
     ] = None,
     output_file: Annotated[
         Path | None,
-        commands.option("--output", "-o", help="File for the results as JSON lines; default: standard output."),
+        commands.option(
+            "--output",
+            "-o",
+            read=output_files.output_file,
+            help="File for the text, with --input for JSON lines; default: standard output.",
+        ),
     ] = None,
     verbose: options.Verbose = False,
 ) -> None:
@@ -90,8 +95,8 @@ def generate(
         most = DEFAULT_TOKENS if text is not None else llm.engine.config.max_model_len  # a story ends by itself
         params = request_params(llm, {"max_tokens": most, **explicit}, beams)
         if echo is None:
-            echo = json_schema is None and (text is None or sys.stdout.isatty())
-        run_one(llm, STORY if text is None else text, params, echo, as_json)
+            echo = json_schema is None and (text is None or (output_file is None and sys.stdout.isatty()))
+        run_one(llm, STORY if text is None else text, params, echo, as_json, output_file)
     if verbose and llm.engine.speculator is not None:
         stats = llm.engine.speculator.stats
         share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
@@ -101,10 +106,20 @@ def generate(
 def given_text(prompt: str | None) -> str | None:
     """The prompt, or piped text where the prompt is '-' or missing; None where there is neither."""
     if prompt == "-":
-        return sys.stdin.read()
+        return read_standard_input()
     if prompt is not None or not is_piped(sys.stdin):
         return prompt
-    return sys.stdin.read().removesuffix("\n") or None
+    return read_standard_input().removesuffix("\n") or None
+
+
+def read_standard_input() -> str:
+    """All of standard input, as UTF-8 in any locale."""
+    binary = getattr(sys.stdin, "buffer", None)
+    if binary is None:
+        return sys.stdin.read()
+    from bifolio.text.utf8 import decoded
+
+    return decoded(binary.read(), "standard input").replace("\r\n", "\n")
 
 
 def is_piped(stream: Any) -> bool:
@@ -139,15 +154,23 @@ def request_params(llm: LLM, explicit: dict[str, Any], beams: int | None) -> Sam
     return BeamSearchParams(beam_width=beams, **explicit)
 
 
-def run_one(llm: LLM, text: str, params: SamplingParams | BeamSearchParams, echo: bool, as_json: bool) -> None:
-    """Print the continuation of a text. Nothing is printed before the request was checked."""
-    if as_json:
+def run_one(
+    llm: LLM,
+    text: str,
+    params: SamplingParams | BeamSearchParams,
+    echo: bool,
+    as_json: bool,
+    target: Path | None = None,
+) -> None:
+    """Print the continuation of a text, or write it. Nothing is printed before the request was checked."""
+    if as_json or target is not None:
         import json
 
         from bifolio.cli.prompt_files import as_record
 
         (output,) = complete(llm, [text], [params])
-        commands.echo(json.dumps(as_record(output), ensure_ascii=False))
+        whole = (text if echo else "") + output.outputs[0].text
+        deliver(target, (json.dumps(as_record(output), ensure_ascii=False) if as_json else whole) + "\n")
         return
     from bifolio.sampling_params import SamplingParams
 
@@ -187,10 +210,15 @@ def run_file(llm: LLM, source: Path, target: Path | None, explicit: dict[str, An
         except RequestError as error:
             raise commands.BadParameter(f"{line.place}: {error}") from error
     text = "".join(record + "\n" for record in result_lines(lines, complete(llm, prompts, params)))
+    deliver(target, text)
+
+
+def deliver(target: Path | None, text: str) -> None:
+    """Write a result to its file, or to standard output."""
     if target is None:
-        sys.stdout.write(text)
+        write(text)
     else:
-        target.write_text(text, encoding="utf-8")
+        output_files.write_output(target, text)
 
 
 def write(text: str) -> None:

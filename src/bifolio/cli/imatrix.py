@@ -38,15 +38,15 @@ def imatrix(
     threads: options.Threads = NUMERICS.threads,
     as_json: measure_options.AsJson = False,
 ) -> None:
-    from bifolio.cli.eval import read_text
     from bifolio.cli.progress import steps_bar
     from bifolio.kernels.select import select_kernels
     from bifolio.measure.importance import column_sums
-    from bifolio.model.file_access import refuse_existing
+    from bifolio.model.file_access import check_target
     from bifolio.model.gguf.imatrix import write_importance
     from bifolio.model.loader import load_model
+    from bifolio.text.utf8 import read_text
 
-    refuse_existing(target, overwrite=force)
+    check_target(target, overwrite=force)
     content = read_text(text)
     loaded = load_model(model)
     kernels = select_kernels("cpu", threads=threads)

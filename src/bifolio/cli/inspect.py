@@ -161,7 +161,7 @@ def memory_plan(
     Bytes of weights follow from the formats and shapes of the file's tensors, and the formats that the kernels take.
     """
     from bifolio.config import CacheConfig, EngineConfig, KVDtype, checked_kv_dtype
-    from bifolio.engine.memory import parse_bytes, plan_memory
+    from bifolio.engine.memory import parse_bytes, plan_memory, show_bytes, total_memory
     from bifolio.engine.state_plan import plan_states
     from bifolio.errors import BifolioError
     from bifolio.kernels.cpu import CPU_FORMATS, CPU_KERNELS
@@ -184,9 +184,12 @@ def memory_plan(
             memory=None if memory is None else parse_bytes(memory),
             max_model_len=length,
             max_num_seqs=max_num_seqs,
+            total_bytes=None if memory is None else total_memory(),
         )
     except BifolioError as error:
         return {"error": str(error)}
+    needed = plan.weight_bytes + plan.cache_bytes
+    short = [f"does not fit     weights and cache take {show_bytes(needed)}, more than the free memory"]
     return {
         **asdict(plan),
         "cache_bytes": plan.cache_bytes,
@@ -199,7 +202,11 @@ def memory_plan(
         "num_active_parameters": config.num_active_parameters,
         "architecture": architecture_lines(config),
         "notes": conversion_notes([m.format for m in matrices], CPU_FORMATS, CPU_KERNELS),
-        "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
+        "lines": [
+            *plan.lines(),
+            f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens",
+            *(short if needed > plan.free_bytes else []),
+        ],
     }
 
 

@@ -9,28 +9,14 @@ from importlib import import_module
 
 from bifolio.cli import commands
 
-VERBS = (
-    "generate",
-    "chat",
-    "run",
-    "serve",
-    "engine",
-    "cluster",
-    "train",
-    "eval",
-    "quantize",
-    "imatrix",
-    "inspect",
-    "list",
-    "models",
-    "pull",
-    "rm",
-    "bench",
-    "profile",
-    "doctor",
-    "soak",
-    "completion",
-)
+HEADINGS = {
+    "use": ("run", "generate", "chat", "serve"),
+    "models": ("models", "pull", "rm", "inspect", "quantize", "imatrix", "train"),
+    "measure": ("eval", "bench", "profile", "soak"),
+    "operate": ("doctor", "completion", "engine", "cluster"),
+}
+VERBS = tuple(verb for verbs in HEADINGS.values() for verb in verbs)
+ALIASES = {"list": "models"}
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> commands.App:
@@ -38,8 +24,10 @@ def build_app(verbs: Sequence[str] = VERBS) -> commands.App:
 
     app = commands.App(
         "bifolio",
-        "Run language models: prefill and decode over one paged KV cache.",
+        "Run language models on this machine: chat, generate text, or serve an OpenAI-compatible API.\n\n"
+        "`bifolio run smollm2` fetches a small model and chats with it; `bifolio VERB --help` explains a verb.",
         version=f"bifolio {__version__}",
+        headings=HEADINGS,
     )
     for verb in verbs:
         try:
@@ -54,7 +42,8 @@ def build_app(verbs: Sequence[str] = VERBS) -> commands.App:
 
 def wanted_verbs(arguments: Sequence[str]) -> Sequence[str]:
     """The verb of the command line, so that only its module is imported; all verbs for help and for unknown ones."""
-    return arguments[:1] if arguments and arguments[0] in VERBS else VERBS
+    verb = ALIASES.get(arguments[0], arguments[0]) if arguments else ""
+    return [verb] if verb in VERBS else VERBS
 
 
 def main() -> None:

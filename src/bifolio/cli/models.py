@@ -20,7 +20,7 @@ EPILOG = """Examples:
 
 
 def register(app: commands.App) -> None:
-    app.command("models", help=HELP, epilog=EPILOG)(models)
+    app.command("models", help=HELP, epilog=EPILOG, alias="list")(models)
 
 
 def models(as_json: Annotated[bool, commands.option("--json", help="Print one JSON array.")] = False) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ class OptionValues:
         self._verb = verb
         self._own = {_key(name): value for name, value in table.items() if not isinstance(value, dict)}
         self._shared = {_key(name): value for name, value in config.items() if not isinstance(value, dict)}
+        self._tables = [name for name, value in config.items() if isinstance(value, dict)]
         self._environment = environment
         self._known: set[str] = set()
 
@@ -79,11 +81,27 @@ class OptionValues:
         return None
 
     def check_all_used(self) -> None:
-        """Refuse options in the verb's own table that the verb does not have."""
+        """Refuse options in the verb's own table that the verb does not have; warn about names that no verb has."""
         for key in self._own:
             if key not in self._known:
                 hint = did_you_mean(key, self._known)
                 raise ConfigError(f"{config_path()}: `bifolio {self._verb}` has no option {key!r}{hint}")
+        shared, tables = set(self._shared) - self._known, set(self._tables) - {self._verb}
+        if shared or tables:
+            self._warn(shared, tables)
+
+    def _warn(self, shared: set[str], tables: set[str]) -> None:
+        """Warn about keys and tables that are of no other verb either. Only here are all verbs imported."""
+        from bifolio.cli.completion import options_of
+        from bifolio.cli.main import ALIASES, build_app
+
+        options = {verb: {_key(name) for name in names} for verb, names in options_of(build_app())}
+        known = self._known.union(*options.values())
+        lines = [f"no verb has an option {key!r}{did_you_mean(key, known)}" for key in sorted(shared - known)]
+        verbs = {self._verb, *options, *ALIASES}
+        lines += [f"[{name}] is no verb{did_you_mean(name, verbs)}" for name in sorted(tables - verbs)]
+        for line in lines:
+            print(f"warning: {config_path()}: {line}", file=sys.stderr)
 
     def _read(self, value: Any, read: Callable[[str], Any], several: bool, source: str) -> Any:
         try:

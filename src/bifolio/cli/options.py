@@ -41,14 +41,17 @@ MaxModelLen = Annotated[
     int | None, commands.option("--max-model-len", help="The longest prompt plus output, in tokens.")
 ]
 MaxNumSeqs = Annotated[int, commands.option("--max-num-seqs", help="Sequences that run at the same time.")]
-BlockSize = Annotated[int, commands.option("--block-size", help="Tokens in one block of the cache.")]
-ChunkSize = Annotated[int, commands.option("--chunk-size", help="The most prompt tokens of one request per step.")]
+BlockSize = Annotated[int, commands.option("--block-size", help="Tokens in one block of the cache.", advanced=True)]
+ChunkSize = Annotated[
+    int, commands.option("--chunk-size", help="The most prompt tokens of one request per step.", advanced=True)
+]
 AnyNumSeqs = Annotated[
     int | None,
     commands.option("--max-num-seqs", help="Sequences that run at the same time; default: 16, 256 on a GPU."),
 ]
 AnyBlockSize = Annotated[
-    int | None, commands.option("--block-size", help="Tokens in one block of the cache; default: 16, 64 on a GPU.")
+    int | None,
+    commands.option("--block-size", help="Tokens in one block of the cache; default: 16, 64 on a GPU.", advanced=True),
 ]
 StateCheckpointTokens = Annotated[
     int | None,
@@ -56,40 +59,54 @@ StateCheckpointTokens = Annotated[
         "--state-checkpoint-tokens",
         min=1,
         help="Hybrid models: tokens between two checkpoints of recurrent states; default: by their size.",
+        advanced=True,
     ),
 ]
 AnyChunkSize = Annotated[
     int | None,
     commands.option(
-        "--chunk-size", help="The most prompt tokens of one request per step; default: 512, 8192 on a GPU."
+        "--chunk-size",
+        help="The most prompt tokens of one request per step; default: 512, 8192 on a GPU.",
+        advanced=True,
     ),
 ]
 Deterministic = Annotated[
     bool,
-    commands.option("--deterministic", help="On a GPU: output that depends on the request alone, bit for bit; slower."),
+    commands.option(
+        "--deterministic",
+        help="On a GPU: output that depends on the request alone, bit for bit; slower.",
+        advanced=True,
+    ),
 ]
 GpuMemoryUtilization = Annotated[
     float,
     commands.option(
-        "--gpu-memory-utilization", help="Fraction of GPU memory left by weights and activations that the cache takes."
+        "--gpu-memory-utilization",
+        help="Fraction of GPU memory left by weights and activations that the cache takes.",
+        advanced=True,
     ),
 ]
 KvDtype = Annotated[str, commands.option("--kv-dtype", help="Format of the KV cache: auto, f32, f16, bf16 or q8_0.")]
 Dtype = Annotated[
     str,
-    commands.option("--dtype", help="Type of dense weights on a GPU: auto, bfloat16, float16 or float32."),
+    commands.option(
+        "--dtype", help="Type of dense weights on a GPU: auto, bfloat16, float16 or float32.", advanced=True
+    ),
 ]
 Activations = Annotated[
     str,
     commands.option(
         "--activations",
         help="Rounding of activations with quantised weights on the CPU: int8 (faster) or int16 (nearly exact).",
+        advanced=True,
     ),
 ]
 Threads = Annotated[int | None, commands.option("--threads", help="Threads of the CPU kernels; default: all cores.")]
 TensorParallelSize = Annotated[
     int,
-    commands.option("--tensor-parallel-size", min=1, help="Processes that share the model, each with a part of it."),
+    commands.option(
+        "--tensor-parallel-size", min=1, help="Processes that share the model, each with a part of it.", advanced=True
+    ),
 ]
 Device = Annotated[str, commands.option("--device", help="Device: auto, cpu, cuda or cuda:N.")]
 Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and notes of the loader.")]

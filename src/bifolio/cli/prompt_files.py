@@ -57,8 +57,10 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """Every line that is not blank."""
     if not path.is_file():
         raise commands.BadParameter(f"{path} does not exist")
+    from bifolio.text.utf8 import read_text
+
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(read_text(path, "--input").splitlines(), start=1):
         if not text.strip():
             continue
         try:

@@ -59,13 +59,14 @@ def quantize(
 ) -> None:
     from bifolio.cli.progress import bytes_bar
     from bifolio.engine.memory import weight_bytes
-    from bifolio.model.file_access import refuse_existing
+    from bifolio.model.file_access import check_target
     from bifolio.model.gguf.mixes import parse_mix
     from bifolio.model.loader import load_model
+    from bifolio.text.utf8 import read_text
 
     mix = parse_mix(format_name)
-    refuse_existing(target, overwrite=force)
-    text = None if evaluate is None else read_text(evaluate)
+    check_target(target, overwrite=force)
+    text = None if evaluate is None else read_text(evaluate, "--eval")
     model = load_model(source)
     with bytes_bar("converting") as bar:
         report = write(target, model, mix, imatrix, force, counted(bar, weight_bytes(model.weights)))
@@ -94,14 +95,6 @@ def write(
     from bifolio.model.huggingface.folder_writer import write_folder
 
     return write_folder(target, model, mix.format, overwrite=force, progress=progress)
-
-
-def read_text(path: Path) -> str:
-    from bifolio.errors import ConfigError
-
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: pass a text file to --eval")
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def counted(show: Report, total: int) -> Progress:

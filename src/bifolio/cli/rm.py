@@ -18,7 +18,7 @@ def register(app: commands.App) -> None:
 
 
 def rm(
-    names: Annotated[list[str], commands.argument(help="Names, as `bifolio list` shows them.")],
+    names: Annotated[list[str], commands.argument(help="Names, as `bifolio models` shows them.")],
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     from bifolio.engine.memory import show_bytes

@@ -34,7 +34,9 @@ class ServerOptions:
     HEADING: ClassVar[str] = "server"
 
     host: Annotated[str, commands.option("--host", help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, commands.option("--port", "-p", help="Port to listen on.")] = 8000
+    port: Annotated[
+        int, commands.option("--port", "-p", min=0, max=65535, help="Port to listen on; 0: a free one.")
+    ] = 8000
     name: Annotated[str | None, commands.option("--served-model-name", help="Name of the model in requests.")] = None
     api_key: Annotated[list[str] | None, commands.option("--api-key", help="Accepted API key; repeatable.")] = None
     api_key_file: Annotated[
@@ -47,88 +49,139 @@ class ServerOptions:
         commands.option("--cors-origin", help="Origin that may call the API from a browser; repeatable."),
     ] = None
     max_queue: Annotated[
-        int, commands.option("--max-queue", help="Largest number of waiting requests; others get status 429.")
+        int,
+        commands.option(
+            "--max-queue", help="Largest number of waiting requests; others get status 429.", advanced=True
+        ),
     ] = 256
     max_open_per_key: Annotated[
-        int | None, commands.option("--max-open-per-key", help="Largest number of requests in flight for one API key.")
+        int | None,
+        commands.option(
+            "--max-open-per-key", help="Largest number of requests in flight for one API key.", advanced=True
+        ),
     ] = None
     request_timeout: Annotated[
-        float, commands.option("--request-timeout", help="Longest duration of a request, in seconds.")
+        float, commands.option("--request-timeout", help="Longest duration of a request, in seconds.", advanced=True)
     ] = 600.0
     drain_timeout: Annotated[
-        float, commands.option("--drain-timeout", help="Seconds that open requests get after SIGTERM.")
+        float, commands.option("--drain-timeout", help="Seconds that open requests get after SIGTERM.", advanced=True)
     ] = 30.0
-    max_body: Annotated[str, commands.option("--max-body", help="Largest request, such as 4MB.")] = "4MiB"
+    max_body: Annotated[str, commands.option("--max-body", help="Largest request, such as 4MB.", advanced=True)] = (
+        "4MiB"
+    )
     step_timeout: Annotated[
         float,
         commands.option(
-            "--step-timeout", help="Seconds after which a step counts as hung and the engine is restarted."
+            "--step-timeout",
+            help="Seconds after which a step counts as hung and the engine is restarted.",
+            advanced=True,
         ),
     ] = 300.0
     heartbeat_timeout: Annotated[
-        float, commands.option("--heartbeat-timeout", help="Seconds without a sign of the engine until /ready fails.")
+        float,
+        commands.option(
+            "--heartbeat-timeout", help="Seconds without a sign of the engine until /ready fails.", advanced=True
+        ),
     ] = 10.0
     allowed_host: Annotated[
         list[str] | None,
-        commands.option("--allowed-host", help="Another host name of a local server without keys; repeatable."),
+        commands.option(
+            "--allowed-host", help="Another host name of a local server without keys; repeatable.", advanced=True
+        ),
     ] = None
     front_ends: Annotated[
         int | None,
-        commands.option("--front-ends", min=1, help="Processes that serve HTTP; default: 2 from 8 cores on, else 1."),
+        commands.option(
+            "--front-ends", min=1, help="Processes that serve HTTP; default: 2 from 8 cores on, else 1.", advanced=True
+        ),
     ] = None
     engine: Annotated[
         str | None,
-        commands.option("--engine", help="HOST:PORT of a running `bifolio engine`; default: an engine process here."),
+        commands.option(
+            "--engine", help="HOST:PORT of a running `bifolio engine`; default: an engine process here.", advanced=True
+        ),
     ] = None
     engine_secret_file: Annotated[
-        Path | None, commands.option("--engine-secret-file", help="File of the secret shared with that engine.")
+        Path | None,
+        commands.option("--engine-secret-file", help="File of the secret shared with that engine.", advanced=True),
     ] = None
     replicas: Annotated[
         int,
-        commands.option("--replicas", min=1, help="Engines on this machine, behind Ray Serve when there are several."),
+        commands.option(
+            "--replicas", min=1, help="Engines on this machine, behind Ray Serve when there are several.", advanced=True
+        ),
     ] = 1
     prefill_replicas: Annotated[
         int,
-        commands.option("--prefill-replicas", min=0, help="Further engines that compute prompts; --replicas decode."),
+        commands.option(
+            "--prefill-replicas", min=0, help="Further engines that compute prompts; --replicas decode.", advanced=True
+        ),
     ] = 0
     metrics_compat: Annotated[
-        str | None, commands.option("--metrics-compat", help="'vllm': metrics also under vLLM's names, for gateways.")
+        str | None,
+        commands.option(
+            "--metrics-compat", help="'vllm': metrics also under vLLM's names, for gateways.", advanced=True
+        ),
     ] = None
     kv_events: Annotated[
         str | None,
-        commands.option("--kv-events", help="Address to publish KV events on, such as tcp://127.0.0.1:5557."),
+        commands.option(
+            "--kv-events", help="Address to publish KV events on, such as tcp://127.0.0.1:5557.", advanced=True
+        ),
     ] = None
     kv_events_replay: Annotated[
         str | None,
-        commands.option("--kv-events-replay", help="Address that replays them; default: the port after --kv-events."),
+        commands.option(
+            "--kv-events-replay", help="Address that replays them; default: the port after --kv-events.", advanced=True
+        ),
     ] = None
-    kv_events_topic: Annotated[str, commands.option("--kv-events-topic", help="Topic of the KV events.")] = ""
+    kv_events_topic: Annotated[
+        str, commands.option("--kv-events-topic", help="Topic of the KV events.", advanced=True)
+    ] = ""
     role: Annotated[
-        str, commands.option("--role", help="Part of two engines that share the work: prefill or decode; both: one.")
+        str,
+        commands.option(
+            "--role", help="Part of two engines that share the work: prefill or decode; both: one.", advanced=True
+        ),
     ] = "both"
     transfer_host: Annotated[
-        str, commands.option("--transfer-host", help="Address on which --role prefill serves blocks of its cache.")
+        str,
+        commands.option(
+            "--transfer-host", help="Address on which --role prefill serves blocks of its cache.", advanced=True
+        ),
     ] = "127.0.0.1"
     transfer_port: Annotated[
-        int, commands.option("--transfer-port", min=0, help="Port of the blocks; 0: a free one.")
+        int, commands.option("--transfer-port", min=0, help="Port of the blocks; 0: a free one.", advanced=True)
     ] = 0
     transfer_secret_file: Annotated[
-        Path | None, commands.option("--transfer-secret-file", help="File of the secret shared by both roles.")
+        Path | None,
+        commands.option("--transfer-secret-file", help="File of the secret shared by both roles.", advanced=True),
     ] = None
     prefill_address: Annotated[
         list[str] | None,
-        commands.option("--prefill-address", help="HOST:PORT of a server with --role prefill; repeatable."),
+        commands.option(
+            "--prefill-address", help="HOST:PORT of a server with --role prefill; repeatable.", advanced=True
+        ),
     ] = None
     prefill_threshold: Annotated[
-        int, commands.option("--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.")
+        int,
+        commands.option(
+            "--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.", advanced=True
+        ),
     ] = 64
     allow_pull: Annotated[
-        bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
+        bool,
+        commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).", advanced=True),
+    ] = False
+    log_prompts: Annotated[
+        bool, commands.option("--log-prompts", help="Write prompts into the log.", advanced=True)
     ] = False
     allow_priority: Annotated[
-        bool, commands.option("--allow-priority", help="Priorities of requests count even without API keys.")
+        bool,
+        commands.option(
+            "--allow-priority", help="Priorities of requests count even without API keys.", advanced=True
+        ),
     ] = False
-    log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
     def settings(self) -> ServerSettings:
@@ -240,12 +293,15 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
 
     from bifolio.cli.cluster import Replicas, plain_options, ray_module
     from bifolio.errors import ConfigError
+    from bifolio.serve.listening import reserve
 
     settings = server.settings()
     if settings.tls_certificate or settings.kv_events or settings.engine_address or server.role != "both":
         raise ConfigError(
             "--replicas and --prefill-replicas cannot be combined with --tls-cert, --kv-events, --engine or --role"
         )
+    for each in reserve(settings.host, settings.port):  # told before the engines start
+        each.close()
     run = ray_module()
     values = plain_options(engine)
     if values.get("threads") is None:

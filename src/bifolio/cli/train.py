@@ -39,6 +39,9 @@ HEADS = {
     "mtp": "write this model with a trained head for multi-token prediction",
 }
 
+COMMON = {"output", "tokenizer", "vocab_size", "preset", "context", "steps", "batch_size", "learning_rate", "seed",
+          "teacher", "resume", "force", "max_minutes", "device", "gguf"}  # fmt: skip
+
 
 def register(app: commands.App) -> None:
     """Add the command; its options are the fields of `TrainSettings`."""
@@ -73,7 +76,8 @@ def _parameters() -> list[inspect.Parameter]:
             written, kind = commands.argument(help=help), list[str]
         else:
             shown = "" if default is None or isinstance(default, bool) else f" [default: {default}]"
-            written, kind = commands.option(help=help + shown), kinds[option.name]
+            is_rare = option.name not in COMMON
+            written, kind = commands.option(help=help + shown, advanced=is_rare), kinds[option.name]
         parameters.append(_parameter(option.name, Annotated[kind, written], None))
     more = commands.option("--data", help="text files or folders, as without --data; may be repeated")
     heads = [

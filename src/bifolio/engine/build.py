@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bifolio.config import EngineConfig
 from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import MemoryPlan, free_memory, plan_gpu_memory, plan_memory, weight_bytes
+from bifolio.engine.memory import MemoryPlan, free_memory, plan_gpu_memory, plan_memory, total_memory, weight_bytes
 from bifolio.engine.parallel.team import RankTeam
 from bifolio.engine.speculative.hidden_draft import STATE_BYTES
 from bifolio.engine.state_plan import plan_states
@@ -128,6 +128,7 @@ def plan_rank(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         free_bytes=free_memory() // size,
+        total_bytes=total_memory() if device is None and (memory or num_blocks) else None,
         states=plan_states(model.weights.config, config),
     )
 

@@ -93,6 +93,7 @@ def plan_memory(
     max_model_len: int,
     max_num_seqs: int = 16,
     free_bytes: int | None = None,
+    total_bytes: int | None = None,  # of the machine: a larger cache is refused
     states: StatePlan | None = None,  # of the recurrent layers
 ) -> MemoryPlan:
     """Plan `num_blocks` blocks, as many as fit into `memory` bytes, or by default a safe share of the free memory."""
@@ -108,6 +109,11 @@ def plan_memory(
         else:
             num_blocks = _fitting_blocks(memory, per_block, block_size, states)
     plan = MemoryPlan(weight_bytes, block_size, per_block, int(num_blocks), free, states=states)
+    if total_bytes is not None and plan.cache_bytes > total_bytes:
+        raise ConfigError(
+            f"a cache of {show_bytes(plan.cache_bytes)} does not fit into the {show_bytes(total_bytes)} of this "
+            f"machine: ask for {'less memory' if memory is not None else 'fewer blocks (num_blocks)'}"
+        )
     if plan.num_blocks < needed:
         raise ConfigError(
             f"the cache would have {plan.num_blocks} blocks of {block_size} tokens ({show_bytes(per_block)} each); a "
@@ -195,6 +201,21 @@ def free_memory() -> int:
     except (OSError, ValueError):
         pass
     return max(available, 0)
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine, or of its control group."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        import psutil
+
+        total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return total if limit == "max" else min(total, int(limit))
+    except (OSError, ValueError):
+        return total
 
 
 def _available_memory() -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,13 +34,17 @@ def map_file(path: Path) -> Bytes:
 
 
 @contextlib.contextmanager
-def atomic_path(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+def atomic_path(path: Path, *, overwrite: bool = True, size: int = 0) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    Readers see either the old file or the complete new one; after an error the temporary file is removed.
+    Readers see either the old file or the complete new one; after an error the temporary file is removed. `size` is
+    the number of bytes that will be written, where it is known: a disk with fewer is refused at once.
     """
-    refuse_existing(path, overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file")
+    check_target(path, overwrite)
+    make_folder(path.parent)
+    check_space(path, size)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     os.close(handle)
     try:
@@ -47,16 +53,20 @@ def atomic_path(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
         _give_ordinary_mode(name)
         refuse_existing(path, overwrite)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror}: free space, or choose another disk"
+            ) from error
         raise
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, overwrite: bool = True, size: int = 0) -> Iterator[BinaryIO]:
     """Open a file for writing, with the guarantees of `atomic_path`."""
-    with atomic_path(path, overwrite=overwrite) as temporary, temporary.open("wb") as file:
+    with atomic_path(path, overwrite=overwrite, size=size) as temporary, temporary.open("wb") as file:
         yield file
 
 
@@ -64,6 +74,45 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     """Raise ConfigError if `path` exists and `overwrite` is off."""
     if not overwrite and path.exists():
         raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raise ConfigError if a file or folder `path` could not be written; nothing is left behind.
+
+    Permissions alone do not tell (a user may write to /proc, but not create a file there), so it is tried.
+    """
+    refuse_existing(path, overwrite)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is a device and will not be replaced: choose another name")
+    missing = path.parent
+    try:
+        if missing.exists():
+            with tempfile.TemporaryFile(dir=missing):
+                return
+        while not missing.parent.exists():
+            missing = missing.parent
+        missing.mkdir()
+        missing.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror} ({missing}): choose another place") from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be created: {error.strerror}: choose another place") from error
+
+
+def check_space(path: Path, size: int) -> None:
+    """Raise ConfigError if the disk of `path`, whose folder exists, has fewer than `size` bytes left."""
+    free = shutil.disk_usage(path.parent).free
+    if free < size:
+        raise ConfigError(
+            f"{path} takes {size / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB left: free space, or choose "
+            "another disk"
+        )
 
 
 def _flush_to_disk(path: str) -> None:

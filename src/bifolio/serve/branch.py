@@ -21,9 +21,10 @@ from bifolio.serve.allocator import return_large_blocks
 from bifolio.serve.branches import decode_settings
 from bifolio.serve.context import ServerContext
 from bifolio.serve.engine_connection import EngineConnection, Link, lost
+from bifolio.serve.listening import bound_sockets
 from bifolio.serve.logs import configure_logging
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.server import BranchSettings, Server, event_loop, listen, make_server
+from bifolio.serve.server import BranchSettings, Server, event_loop, make_server
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ async def serve(connection: socket.socket) -> None:
     engine.server = server
     try:
         if not engine.is_draining:
-            await server.serve(sockets=[listen(settings.server, reuse_port=True)])
+            host, port = settings.server.host, settings.server.port
+            await server.serve(sockets=bound_sockets(host, port, reuse_port=True))
         link.send(b.Samples(context.metrics.render()))
     finally:
         await context.close()

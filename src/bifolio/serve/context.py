@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bifolio.api.client import EngineClient
 from bifolio.model.loaded import TextModel
 from bifolio.serve.auth import Tenant
-from bifolio.serve.errors import ApiError
+from bifolio.serve.errors import ApiError, queue_full
 from bifolio.serve.grammar_checks import GrammarChecks
 from bifolio.serve.helper import Helper, new_helper
 from bifolio.serve.metrics import Metrics
@@ -130,12 +130,12 @@ class ServerContext:
         is_alone = own >= all_open  # no other client has filled the queue
         is_full = engine.hello is not None and all_open > engine.hello.max_num_seqs + limits.max_queue
         if is_full and (own > limits.reserved_per_key or is_alone or not share):
-            message = f"{engine.num_open} requests are under way: come back later"
-            return ApiError(429, message, "queue_full", retry_after=self._wait())
+            return queue_full(engine.num_open, self._wait())
         most = limits.max_open_per_key
         if most is None or own <= most:
             return None
-        return ApiError(429, f"this key may have {most} requests under way at a time", "key_limit", retry_after=1)
+        message = f"this key has {most} requests in flight, the most allowed: wait for one"
+        return ApiError(429, message, "key_limit", retry_after=1)
 
     def _wait(self) -> int:
         """Seconds until the queue has probably moved on by one batch."""

@@ -102,6 +102,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, code, param=param)
 
 
+def queue_full(num_open: int, wait: int) -> ApiError:
+    """The answer to a request for which the queue has no place; it may come again after `wait` seconds."""
+    message = f"the server is full: {num_open} requests run or wait: send this one again in {wait} s"
+    return ApiError(429, message, "queue_full", retry_after=wait)
+
+
 _FAULTS: dict[FaultKind, tuple[int, str | None, int | None]] = {  # (HTTP status, code, seconds to wait)
     FaultKind.INVALID_REQUEST: (400, None, None),
     FaultKind.EMPTY_PROMPT: (400, "empty_prompt", None),

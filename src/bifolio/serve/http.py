@@ -22,6 +22,7 @@ from bifolio.serve.events import Event, encode_event
 T = TypeVar("T")
 _PATH = re.compile(r"`\$([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+_MEDIA = re.compile(r"(?:enum value '|unknown field `)(?:input_)?(image|audio|video|file)[a-z_]*['`]|\.(image)s`$")
 LARGE_BYTES = 64 << 10  # of a body
 DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [
@@ -83,6 +84,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         name = path[1].lstrip(".") if path is not None else ""
         if unknown is not None:
             name = f"{name}.{unknown[1]}" if name else unknown[1]
+        if media := _MEDIA.search(text):
+            text = f"{name}: this model reads text only: remove the {media[1] or media[2]}"
         raise bad_request(text, name or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None

@@ -31,6 +31,7 @@ from bifolio.serve.connection import Connections, allow_files, make_protocol
 from bifolio.serve.context import Limits, ServerContext, public_name
 from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
+from bifolio.serve.listening import check_certificate, reserve
 from bifolio.serve.supervisor import EngineProcess
 from bifolio.serve.vllm_metrics import with_vllm_names
 from bifolio.transfer_settings import TransferSettings
@@ -179,15 +180,6 @@ def default_front_ends() -> int:
     return 2 if (os.cpu_count() or 1) >= 8 else 1
 
 
-def listen(settings: ServerSettings, reuse_port: bool = False) -> socket.socket:
-    """A listening socket; with `reuse_port` every front end has its own, and the system distributes connections."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048, reuse_port=reuse_port)
-    except OSError as error:
-        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error}") from error
-
-
 def event_loop() -> Any:
     """The loop factory of uvloop where it is installed: it saves a third of the work of every event."""
     try:
@@ -204,8 +196,7 @@ def make_server(
     hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
     keys = KeyRing(settings.keys, secret)
     app = make_app(context, keys, settings.cors_origins, hosts)
-    if (settings.tls_certificate is None) != (settings.tls_key is None):
-        raise ConfigError("TLS needs both a certificate and its key")
+    check_certificate(settings.tls_certificate, settings.tls_key)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -230,10 +221,7 @@ def make_server(
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=str(settings.tls_key) if settings.tls_key else None,
     )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificate or its key cannot be used: {error}") from error
+    config.load()
     allow_files(settings.max_connections)
     if config.ssl is not None:
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -241,8 +229,19 @@ def make_server(
 
 
 async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop. The port and the certificate are checked before the model is loaded."""
     return_large_blocks()
+    check_certificate(settings.tls_certificate, settings.tls_key)
+    sockets = reserve(settings.host, settings.port, reuse_port=settings.front_ends > 1)
+    settings = replace(settings, port=sockets[0].getsockname()[1])
+    try:
+        await _serve_on(sockets, settings, engine_options)
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engine_options: dict[str, Any]) -> None:
     async with running_context(settings, engine_options) as context:
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
@@ -252,13 +251,11 @@ async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> Non
         scheme = "https" if settings.tls_certificate else "http"
         server.address = f"{scheme}://{settings.host}:{settings.port}"
         if settings.front_ends == 1:
-            await server.serve()
+            await server.serve(sockets=sockets)
             return
-        listener = listen(settings, reuse_port=True)
-        settings = replace(settings, port=listener.getsockname()[1])
         branches = start_branches(settings, context, secret)
         try:
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=sockets)
         finally:
             await branches.close(0.0 if server.force_exit else settings.drain_seconds + 5)
 

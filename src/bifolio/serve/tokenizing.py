@@ -76,7 +76,7 @@ class TokenizerPool:
         if size <= INLINE_CHARS:
             return work()
         if self._pending + size > BUDGET_CHARS and self._pending:
-            raise ApiError(429, "too much text waits to be tokenised: come back later", "queue_full", retry_after=1)
+            raise ApiError(429, "too much text waits to be tokenised: repeat it in 1 s", "queue_full", retry_after=1)
         self._pending += size
         lane = self._short if size < LONG_CHARS else self._long
         future = asyncio.get_running_loop().run_in_executor(lane, work)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bifolio.errors import RequestError
 from bifolio.model.loaded import TextModel
 from bifolio.serve.errors import bad_request
 from bifolio.serve.protocol import ChatRequest, NamedTool, Tool
+from bifolio.text.chat_template import check_takes_tools
 from bifolio.text.tools import tool_format
 from bifolio.text.tools.events import AnswerReader, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat
@@ -43,8 +45,10 @@ def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
     if choice == "none":
         return _without_tools(model)
     template = model.chat_template or ""
-    if "tools" not in template:
-        raise bad_request("the chat template of this model knows no tools: ask without them", "tools")
+    try:
+        check_takes_tools(template)
+    except RequestError as error:
+        raise bad_request(str(error), "tools") from error
     specs = [_spec(tool) for tool in request.tools]
     tools = {spec.name: spec for spec in specs}
     if len(tools) < len(specs):

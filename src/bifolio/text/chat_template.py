@@ -58,6 +58,15 @@ def render_chat(
         raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
 
 
+def check_takes_tools(template: str) -> None:
+    """Refuse tools that the template would drop: the model would answer without having seen them."""
+    if "tools" not in template:
+        raise ChatTemplateError(
+            "tools: this model's chat template has no place for them: leave tools out, or choose a model that calls "
+            "tools"
+        )
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise ChatTemplateError("a chat needs at least one message, such as {'role': 'user', 'content': 'Hello'}")

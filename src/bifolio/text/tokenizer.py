@@ -12,6 +12,7 @@ from typing import Any
 from bifolio.errors import ModelFileError, RequestError
 from bifolio.text.detokenizer import ByteTokens, Decoder, IncrementalDetokenizer, KeepingDecoder
 from bifolio.text.tokenizer_bounds import check_tokenizer_file
+from bifolio.text.utf8 import surrogate_problem
 
 
 class Tokenizer:
@@ -66,7 +67,8 @@ class Tokenizer:
         except BaseException as error:
             if not is_library_error(error):
                 raise
-            raise RequestError(f"the tokenizer cannot encode this text: {_first_line(error)}") from error
+            problem = surrogate_problem(texts) or f"the tokenizer refuses this text: {_first_line(error)}"
+            raise RequestError(problem) from error
         return [encoding.ids for encoding in encodings]
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:

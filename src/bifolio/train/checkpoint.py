@@ -92,6 +92,8 @@ def load_checkpoint(
         raise ModelFileError(f"{folder} holds no checkpoint to resume from: train without --resume first")
     state = read_json(found[-1] / "state.json")
     _check_same_run(state, settings, digest, found[-1])
+    if settings.steps < int(state["step"]):
+        raise ConfigError(f"--steps is {settings.steps}, and the run in {folder} has done {state['step']}: pass more")
     model.load_safetensors(found[-1] / "model.safetensors")
     _load_moments(found[-1] / "optimizer.safetensors", model, optimizer, int(state["step"]))
     raw = state["history"]

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, did_you_mean
 from bifolio.train.settings import TrainSettings
 
 
@@ -27,7 +27,8 @@ def parse(arguments: Sequence[str]) -> TrainSettings:
         negated = flag.startswith("no-")
         name = flag.removeprefix("no-").replace("-", "_")
         if name not in kinds or (negated and bool not in _options(kinds[name])):
-            raise ConfigError(f"there is no option --{flag}; options are:\n{describe()}")
+            hint = did_you_mean(name, kinds) or f"; options are:\n{describe()}"
+            raise ConfigError(f"there is no option --{flag}{hint}")
         if bool in _options(kinds[name]) and not equals:
             values[name] = not negated
             continue

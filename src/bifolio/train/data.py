@@ -20,6 +20,7 @@ import torch
 
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.text.tokenizer import Tokenizer
+from bifolio.text.utf8 import decoded
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_DOCUMENTS_TO_SPLIT = 20  # with fewer, the end of the text is held out instead of whole documents
@@ -59,10 +60,7 @@ def _read_text(path: Path) -> str:
         data = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()  # noqa: SIM115
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ModelFileError(f"{path} cannot be read: {error}") from error
-    try:
-        return data.decode("utf-8").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ModelFileError(f"{path} is not UTF-8 text: {error}") from error
+    return decoded(data, str(path)).replace("\r\n", "\n")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from bifolio.errors import ConfigError
+from bifolio.model.file_access import check_target
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.train.draft_chain import DraftChain
 from bifolio.train.head_data import MOST_HELD_OUT, States, rows_of, token_sequences
 from bifolio.train.progress import Progress, make_progress
+from bifolio.train.settings import COUNT, RANGES, check_ranges
 
 FADING = 0.8  # weight of a draft token in the loss, as a share of that of the token before it
 WARM_UP = 10  # steps
@@ -47,9 +49,7 @@ class HeadSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "context", "sequences", "depth"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_ranges(self, {**RANGES, "sequences": COUNT, "depth": COUNT})
         if self.context < self.depth + 3:
             raise ConfigError(f"a sequence needs at least {self.depth + 3} tokens for {self.depth} drafts")
 
@@ -75,6 +75,7 @@ def train_head(
     `check` refuses models that cannot have such a head; `start` makes the run for a model and its text.
     """
     folder = Path(settings.output)
+    check_target(folder / "config.json", overwrite=True)
     if not settings.force and any((folder / name).exists() for name in ("config.json", "model.safetensors")):
         raise ConfigError(
             f"the folder {folder} holds a model already: replace it with --force, or choose another --output"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from bifolio.api.language_model import LanguageModel
 from bifolio.errors import ConfigError
+from bifolio.model.file_access import check_target
 from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.checkpoint import History, load_best_weights, load_checkpoint, save_checkpoint
 from bifolio.train.data import (
@@ -80,10 +81,11 @@ def train(settings: TrainSettings, corpus: Corpus | None = None, progress: Progr
 
 
 def check_output(settings: TrainSettings) -> None:
-    """Refuse to replace the files of an earlier run, unless the settings say so."""
+    """Refuse a folder that cannot be written, and to replace the files of an earlier run unless the settings say so."""
+    folder = Path(settings.output)
+    check_target(folder / "config.json", overwrite=True)
     if settings.resume or settings.force:
         return
-    folder = Path(settings.output)
     kept = [
         name
         for name in ("checkpoint", "config.json", "tokenizer.json", "model.safetensors")

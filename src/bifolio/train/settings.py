@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError
@@ -35,6 +36,42 @@ PRESETS = {
     "stories": Preset("llama", 384, 8, 6, 3, 1024, 512),  # 13 M and tied embeddings
     "gpt2-small": Preset("gpt2", 768, 12, 12, 12, 3072, 1024),
 }
+
+
+class Range(NamedTuple):
+    """The values of a setting: from `low` to `high`, where an open end is not one of them."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = True  # infinity is no value of a setting
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < self.high if self.open_high else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}"
+        return low if math.isinf(self.high) else f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+
+
+COUNT, AMOUNT, DECAY = Range(1), Range(0), Range(0, 1)
+RANGES = {
+    **dict.fromkeys(("steps", "batch_size", "accumulate", "vocab_size", "eval_every", "log_every", "eval_sequences",
+                     "hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "context"), COUNT),
+    **dict.fromkeys(("warmup", "weight_decay", "clip", "seed", "save_every", "sample_every", "sample_tokens",
+                     "sample_temperature", "max_minutes"), AMOUNT),
+    "beta1": DECAY, "beta2": DECAY, "final_learning_rate": Range(0, 1, open_high=False),
+    "learning_rate": Range(0, open_low=True), "eval_fraction": Range(0, 1, open_low=True),
+}  # fmt: skip
+
+
+def check_ranges(settings: Any, ranges: Mapping[str, Range]) -> None:
+    """Refuse a value outside the range of its setting, by the name of its option; None stands for a default."""
+    for name, allowed in ranges.items():
+        value = getattr(settings, name, None)
+        if value is not None and not allowed.holds(value):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: pass a number {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +126,26 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ConfigError(f"no preset is called {self.preset!r}; choose one of {', '.join(PRESETS)}")
-        for name in ("steps", "batch_size", "accumulate", "vocab_size", "eval_every", "log_every", "eval_sequences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_ranges(self, RANGES)
         if self.batch_size % self.accumulate:
             raise ConfigError(
                 f"a batch of {self.batch_size} sequences cannot be divided into {self.accumulate} equal passes: "
                 "choose an accumulate that divides batch_size"
             )
-        if not 0.0 < self.eval_fraction < 1.0:
-            raise ConfigError(f"eval_fraction must be between 0 and 1, not {self.eval_fraction}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ConfigError(f"the learning rate must be positive, not {self.learning_rate}")
+        self._check_heads()
         if self.gguf is not None and self.gguf not in GGUF_FORMATS:
             raise ConfigError(f"a GGUF cannot be written as {self.gguf!r}: choose one of {', '.join(GGUF_FORMATS)}")
+
+    def _check_heads(self) -> None:
+        """The width is divided among the heads, and they among those of keys and values."""
+        shape = self.shape()
+        for name, size, parts in (
+            ("num-heads", shape.hidden_size, shape.num_heads),
+            ("num-kv-heads", shape.num_heads, shape.num_kv_heads),
+        ):
+            if size % parts:
+                whole = "a width" if name == "num-heads" else "a number of heads"
+                raise ConfigError(f"--{name} is {parts}, which does not divide {whole} of {size}: pass a divisor")
 
     @property
     def steps_between_evaluations(self) -> int:
@@ -128,8 +170,6 @@ class TrainSettings:
         if family is None or family.fresh_config is None:
             names = " and ".join(repr(known.name) for known in all_families() if known.fresh_config is not None)
             raise ConfigError(f"train makes {names} models, not {shape.architecture!r}")
-        if shape.hidden_size % shape.num_heads:
-            raise ConfigError(f"a width of {shape.hidden_size} cannot be divided among {shape.num_heads} heads")
         config = family.fresh_config(
             vocab_size=vocab_size,
             hidden_size=shape.hidden_size,
@@ -153,9 +193,9 @@ class TrainSettings:
 
 GGUF_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 
-# Settings that may differ between a run and its continuation, because they do not change the result.
+# Settings that may differ between a run and its continuation: they do not change the result, and `steps` extends it.
 FREE_ON_RESUME = frozenset(
-    {"output", "resume", "force", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every",
+    {"steps", "output", "resume", "force", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every",
      "sample_prompt", "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best",
      "data", "tokenizer"}
 )  # fmt: skip

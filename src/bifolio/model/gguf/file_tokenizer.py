@@ -13,6 +13,7 @@ from bifolio.errors import RequestError
 from bifolio.model.gguf.reader import StringArray
 from bifolio.text.detokenizer import Decoder
 from bifolio.text.tokenizer import Tokenizer
+from bifolio.text.utf8 import surrogate_problem
 
 
 class TokenType(IntEnum):
@@ -65,7 +66,7 @@ class FileTokenizer(Tokenizer):
                 self._codec.encode_texts(list(texts)) if self._split is None else [self._words(text) for text in texts]
             )
         except UnicodeEncodeError as error:  # lone surrogates
-            raise RequestError(f"the tokenizer cannot encode this text: {error}") from error
+            raise RequestError(surrogate_problem(texts) or f"the tokenizer refuses this text: {error}") from error
         return [[*self._before, *ids, *self._after] for ids in encoded] if add_special_tokens else encoded
 
     def _words(self, text: str) -> list[int]:

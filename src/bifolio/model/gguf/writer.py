@@ -99,7 +99,8 @@ def write_gguf(
     targets = [(source, mix.format_of(source, config, has_importance=bool(importance))) for source in sources]
     notes += _format_notes(targets, mix)
     logging.getLogger("gguf").setLevel(logging.ERROR)  # it logs every file that it writes
-    with atomic_path(path, overwrite=overwrite) as temporary:
+    size = sum(target.bytes_for(source.tensor.shape) for source, target in targets)
+    with atomic_path(path, overwrite=overwrite, size=size) as temporary:
         writer = gguf.GGUFWriter(temporary, gguf_architecture(config))
         try:
             for key, value in entries.items():

@@ -17,6 +17,7 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, UnsupportedModelError
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
+from bifolio.model.file_access import check_target, make_folder
 from bifolio.model.gguf.writer import Progress, WriteReport, WrittenTensor, converted
 from bifolio.model.head_order import with_head_order
 from bifolio.model.huggingface.config import config_to_hf
@@ -167,13 +168,14 @@ def check_writable(path: Path, overwrite: bool) -> None:
             raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
         if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").is_file()):
             raise ConfigError(f"{path} is not a model folder and will not be replaced: choose another name")
+    check_target(path, overwrite)
 
 
 @contextmanager
 def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary folder that replaces `path` when the block ends without an error."""
     check_writable(path, overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
         yield temporary

@@ -154,7 +154,7 @@ def write_planned(
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned to 8 bytes
-    with atomic_write(path, overwrite=overwrite) as file:
+    with atomic_write(path, overwrite=overwrite, size=offset) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for plan in plans:

@@ -89,7 +89,7 @@ async def pull(context: ServerContext, scope: Scope, receive: Receive, send: Sen
     if name not in ("", context.name) and not context.allow_pull:
         raise ApiError(403, "this server fetches no models: start it with --allow-pull, or use bifolio pull")
     if _fetches:
-        raise ApiError(429, "another model is being fetched: come back later", retry_after=10)
+        raise ApiError(429, "another model is being fetched: ask again when it is complete", retry_after=10)
     lines = _progress(context, name)
     if request.stream:
         await send_events(send, lines, context.limits.write_timeout, 0.0, NDJSON)
