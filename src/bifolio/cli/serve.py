@@ -178,9 +178,7 @@ class ServerOptions:
     ] = False
     allow_priority: Annotated[
         bool,
-        commands.option(
-            "--allow-priority", help="Priorities of requests count even without API keys.", advanced=True
-        ),
+        commands.option("--allow-priority", help="Priorities of requests count even without API keys.", advanced=True),
     ] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
