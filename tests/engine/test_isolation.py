@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -247,3 +248,26 @@ def test_a_failure_that_passes_ends_no_request_that_runs_alone() -> None:
     drain(engine)
     assert faulty.num_failures == 1
     check(engine, [request], prompts(1), [])
+
+
+@pytest.mark.parametrize("num_completions", [1, 2])
+def test_a_request_that_fails_while_it_takes_its_slot_ends_alone(num_completions: int) -> None:
+    """It has left the queue by then: it is not queued twice when the step is taken back."""
+    engine, inputs = make_engine(), prompts(4)
+    listener = engine.batcher._listener
+    assert listener is not None
+    taken = listener.slot_taken
+
+    def slot_taken(index: int, sequence: Any) -> None:
+        if sequence.request.request_id == "1":
+            raise FloatingPointError("the parameters of this request cannot be stored")
+        taken(index, sequence)
+
+    listener.slot_taken = slot_taken  # type: ignore[method-assign]
+    params = [replace(PARAMS, n=num_completions) if number == 1 else PARAMS for number in range(4)]
+    requests = [
+        engine.add_request(str(number), prompt, one)
+        for number, (prompt, one) in enumerate(zip(inputs, params, strict=True))
+    ]
+    drain(engine)
+    check(engine, requests, inputs, [1])

@@ -202,22 +202,25 @@ class ContinuousBatcher:
         self._may_admit = False
         reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
         passed = []  # sequences that wait for a prefix; requests of other owners may overtake them
-        while self._waiting:
-            sequence = self._waiting[0][2]
-            if sequence.finish_reason is None:
-                if reading.will_know_prefix(sequence):
-                    if not sequence.request.owner:
+        try:
+            while self._waiting:
+                sequence = self._waiting[0][2]
+                if sequence.finish_reason is None:
+                    if reading.will_know_prefix(sequence):
+                        if not sequence.request.owner:
+                            break
+                        passed.append(heapq.heappop(self._waiting))
+                        continue
+                    if not self._fits(sequence, reading):
                         break
-                    passed.append(heapq.heappop(self._waiting))
-                    continue
-                if not self._fits(sequence, reading):
-                    break
-                self._admit(sequence)
-                admitted.append(sequence)
-            heapq.heappop(self._waiting)
-            self._waiting_ids.discard(sequence.id)
-        for item in passed:
-            heapq.heappush(self._waiting, item)
+                heapq.heappop(self._waiting)  # before it takes slots: after an error there it runs and does not wait
+                self._waiting_ids.discard(sequence.id)
+                if sequence.finish_reason is None:
+                    self._admit(sequence)
+                    admitted.append(sequence)
+        finally:
+            for item in passed:
+                heapq.heappush(self._waiting, item)
         return admitted
 
     def _fits(self, sequence: Sequence, reading: ReadPrompts) -> bool:
