@@ -214,12 +214,12 @@ def test_a_pass_that_fails_on_one_rank_is_discarded_on_all(pair: LLM, monkeypatc
 
 
 def test_an_error_of_another_rank_is_named(pair: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 1 refuses a move to a block that does not exist: the step fails on all ranks, later ones do not."""
+    """Rank 1 refuses a move to a block that does not exist: the step fails on all ranks, its second trial does not."""
     params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     wanted = pair.generate("the fox", params)[0].outputs[0].token_ids
     pair.engine.storages[1].move_blocks([(1, 1 << 40)])
     with caplog.at_level("WARNING"):
-        assert pair.generate("the fox", params)[0].outputs[0].finish_reason == "error"
+        assert pair.generate("the fox", params)[0].outputs[0].token_ids == wanted
     assert "rank 1: IndexError" in caplog.text
     assert pair.generate("the fox", params)[0].outputs[0].token_ids == wanted
 

@@ -119,7 +119,7 @@ def _open_folder(path: Path) -> None:
 def _open_config(path: Path) -> None:
     config = config_from_hf(read_json(path))
     for rope in config.ropes:
-        inverse_frequencies(rope, config.max_position)
+        inverse_frequencies(rope)
 
 
 def _open_tokenizer(path: Path) -> None:

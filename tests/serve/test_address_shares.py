@@ -65,7 +65,7 @@ def test_strangers_make_room_for_newcomers() -> None:
 def test_priorities_of_clients_without_keys(allowed: bool) -> None:
     with running_server(allow_priority=allowed, engine={"max_num_seqs": 1}) as server:
         done: list[str] = []
-        threads = [sent(server, "127.0.0.1", {**LONG, "max_tokens": 100}, done, "first")]
+        threads = [sent(server, "127.0.0.1", LONG, done, "first")]
         wait_open(server, 1)
         for number, (name, priority) in enumerate([("honest", 0), ("urgent", -1000)]):
             threads.append(sent(server, "127.0.0.1", {**SHORT, "priority": priority}, done, name))
