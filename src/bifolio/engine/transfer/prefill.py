@@ -40,6 +40,7 @@ from bifolio.engine.transfer.wire import (
     checksum,
     receive_exactly,
     receive_pull,
+    refuse,
     send_json,
 )
 from bifolio.errors import BifolioError, ConfigError, RequestError, TransferError
@@ -145,7 +146,7 @@ class PrefillServer:
                     "tensor_parallel_size: start both alike"
                 )
         except TransferError as error:
-            send_json(connection, {"error": str(error)})
+            refuse(connection, str(error))
             raise
         with self._places:
             room = Room.open(pull.room, block_bytes) if self._shared and pull.room else None

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import mmap
@@ -40,6 +41,8 @@ HEADER = struct.Struct("<BI16s")
 LENGTH = struct.Struct("<I")
 BLOCK, END, STATE, WAIT = 1, 2, 3, 4
 MAX_JSON = 1 << 16
+MAX_UNREAD = 1 << 20  # bytes of a refused request that are read and dropped
+REFUSAL_SECONDS = 1.0
 ROOMS = Path("/dev/shm")
 ROOM_PREFIX = "bifolio-blocks-"
 ROOM_BLOCKS = 8  # blocks in shared memory at a time
@@ -103,6 +106,20 @@ def receive_json(connection: socket.socket, deadline: float | None = None) -> di
     if not isinstance(message, dict):
         raise TransferError("the other side does not speak this protocol")
     return message
+
+
+def refuse(connection: socket.socket, message: str) -> None:
+    """Say why, then read on until the other side ends: closing on unread bytes would reset the sentence away."""
+    send_json(connection, {"error": message})
+    connection.shutdown(socket.SHUT_WR)
+    left, deadline = MAX_UNREAD, time.monotonic() + REFUSAL_SECONDS
+    with contextlib.suppress(OSError):
+        while left > 0 and (seconds := deadline - time.monotonic()) > 0.0:
+            connection.settimeout(seconds)
+            count = len(connection.recv(min(left, MAX_JSON)))
+            if not count:
+                return
+            left -= count
 
 
 def send_pull(connection: socket.socket, pull: Pull, secret: str) -> None:
