@@ -27,6 +27,7 @@ from stand_ins import model_file, model_folder, provide, provide_named
 from bifolio.model.pull import PACKAGED
 
 PACKAGE_MEMBER = PACKAGED["smollm2"].member
+FORKED = Path(__file__).with_name("forked_programs.py")
 TIMEOUT = 240  # seconds for one command
 NOT_HERE = re.compile(r"\b(pip install|pytest|apt-get|apt install|sudo|git clone|wget|docker)\b")
 INSTALL = re.compile(r"pip install (?P<requirements>[^&|;]+?)\s*(?:&&\s*|$)")
@@ -49,22 +50,25 @@ class DocumentedCommandError(AssertionError):
 
 
 class Runner:
-    """A folder, an environment and stand-in files for the blocks of one test."""
+    """A folder, an environment and stand-in files for the blocks of one test.
 
-    def __init__(self, folder: Path) -> None:
+    With `forks`, the socket of `forked_programs.py`, commands other than servers run in forks.
+    """
+
+    def __init__(self, folder: Path, forks: str | None = None) -> None:
         self.folder = folder / "work"
         self.folder.mkdir()
-        self._programs = folder / "bin"
-        self._programs.mkdir()
+        self._programs, self._forked_programs = folder / "bin", folder / "forked"
         self._home = folder / "home"
         self._home.mkdir()
         for name in ("benchmarks", "scripts"):
             (self.folder / name).symlink_to(ROOT / name)
-        self._write_programs()
+        self._write_programs(self._programs, sys.executable)
+        self._write_programs(self._forked_programs, shlex.join(python_command(forks)))
         self.port = free_port()
         self.environment = {
             **os.environ,
-            "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{self._forked_programs}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self._home),
             "BIFOLIO_CACHE": str(self._home / "cache"),
             "HF_HOME": str(self._home / "hub"),
@@ -73,15 +77,17 @@ class Runner:
             "OMP_NUM_THREADS": "1",  # small models are slower on several threads
         }
 
-    def _write_programs(self) -> None:
+    def _write_programs(self, folder: Path, python: str) -> None:
+        """`bifolio` and `python`, run by a command."""
+        folder.mkdir()
         wheel = self._home / "package.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.write(model_file(), PACKAGE_MEMBER)
         source = self._home / "program.py"
         source.write_text(PROGRAM.format(digest=sha256(model_file().read_bytes()).hexdigest(), wheel=str(wheel)))
-        for name, line in {"bifolio": f'{sys.executable} {source} "$@"', "python": f'{sys.executable} "$@"'}.items():
-            (self._programs / name).write_text(f"#!/bin/sh\nexec {line}\n")
-            (self._programs / name).chmod(0o755)
+        for name, line in {"bifolio": f'{python} {source} "$@"', "python": f'{python} "$@"'}.items():
+            (folder / name).write_text(f"#!/bin/sh\nexec {line}\n")
+            (folder / name).chmod(0o755)
 
     # -- whole blocks --------------------------------------------------------------------------------------------
     def run(self, block: Block, has_gpu: bool) -> None:
@@ -162,9 +168,10 @@ class Runner:
         provide(command, self.folder)
         code = re.sub(r"(--port|-p)[ =]\d+", "", command) + f" --port {self.port}"
         log = self.folder.parent / "server.log"
+        environment = {**self.environment, "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}"}
         with log.open("wb") as errors:
             process = subprocess.Popen(
-                ["bash", "-c", "exec " + code], cwd=self.folder, env=self.environment, stdout=errors, stderr=errors
+                ["bash", "-c", "exec " + code], cwd=self.folder, env=environment, stdout=errors, stderr=errors
             )
         try:
             self._wait_ready(process, log, command)
@@ -206,6 +213,11 @@ class Runner:
     def _pulled(self, name: str) -> None:
         done = self._bash(f"bifolio pull {name}")
         check_success(f"bifolio pull {name}", done)
+
+
+def python_command(forks: str | None) -> list[str]:
+    """`python` in forks of the process at a socket, or as it is."""
+    return [sys.executable, "-I", "-S", str(FORKED), "run", forks] if forks else [sys.executable]
 
 
 def free_port() -> int:

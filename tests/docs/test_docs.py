@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doc_blocks import ROOT, Block, Marker, MarkerError, all_blocks, blocks_of, commands_of
-from doc_runner import DocumentedCommandError, Runner
+from doc_runner import DocumentedCommandError, Runner, python_command
 
 BLOCKS = all_blocks()
 CODE = [block for block in BLOCKS if block.kind in ("shell", "python")]
@@ -27,8 +26,10 @@ def has_gpu() -> bool:
     "block",
     [pytest.param(block, id=block.name, marks=[] if block.is_quick else [pytest.mark.full]) for block in CODE],
 )
-def test_block(block: Block, tmp_path: Path) -> None:
-    Runner(tmp_path).run(block, block.marker.needs_gpu and has_gpu())
+def test_block(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Blocks of the full tier run in forks, which take seconds less than processes that import torch."""
+    forks = None if block.is_quick else request.getfixturevalue("forks")
+    Runner(tmp_path, forks).run(block, block.marker.needs_gpu and has_gpu())
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -135,9 +136,9 @@ def test_markers_that_mean_nothing_are_refused(items: str) -> None:
         Marker.parse(items)
 
 
-def run_text(text: str, folder: Path, marker: str = "", language: str = "sh") -> None:
+def run_text(text: str, folder: Path, forks: str | None, marker: str = "", language: str = "sh") -> None:
     block = Block("page.md", 1, language, text, Marker.parse(marker) if marker else Marker())
-    Runner(folder).run(block, has_gpu=False)
+    Runner(folder, forks).run(block, has_gpu=False)
 
 
 @pytest.mark.full
@@ -158,15 +159,15 @@ def run_text(text: str, folder: Path, marker: str = "", language: str = "sh") ->
     ],
 )
 def test_commands_that_do_not_work_are_found(
-    text: str, language: str, marker: str, message: str, tmp_path: Path
+    text: str, language: str, marker: str, message: str, tmp_path: Path, forks: str | None
 ) -> None:
     with pytest.raises(DocumentedCommandError, match=message):
-        run_text(text, tmp_path, marker, language)
+        run_text(text, tmp_path, forks, marker, language)
 
 
 @pytest.mark.full
-def test_models_are_pulled_from_this_machine(tmp_path: Path) -> None:
-    run_text("bifolio pull smollm2\nbifolio pull hf:some/model\nbifolio pull hf:other/model:file.gguf", tmp_path)
+def test_models_are_pulled_from_this_machine(tmp_path: Path, forks: str | None) -> None:
+    run_text("bifolio pull smollm2\nbifolio pull hf:some/model\nbifolio pull hf:other/model:file.gguf", tmp_path, forks)
     pulled = {path.name for path in (tmp_path / "home" / "cache" / "models").iterdir()}
     assert {"smollm2.gguf", "model", "file.gguf"} <= pulled
 
@@ -193,9 +194,11 @@ print(json.dumps(ends))
 
 
 @pytest.fixture(scope="module")
-def ends_of_help() -> dict[str, Any]:
+def ends_of_help(forks: str | None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """How `--help` of every benchmark ends: one process, which loads torch and numpy once."""
-    command = [sys.executable, "-c", HELP_OF_ALL, *map(str, BENCHMARKS)]
+    source = tmp_path_factory.mktemp("help") / "help_of_all.py"
+    source.write_text(HELP_OF_ALL)
+    command = [*python_command(forks), str(source), *map(str, BENCHMARKS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ends: dict[str, Any] = json.loads(done.stdout)
