@@ -41,7 +41,7 @@ def check_shape(path: str, body: Any) -> None:
         assert (body["type"], error["type"]) == ("error", "authentication_error")
     elif path.startswith("/api/"):
         assert "valid key" in error
-    elif path in ("/completion", "/props", "/slots"):
+    elif path in ("/completion", "/infill", "/props", "/slots"):
         assert error["code"] == 401
     else:
         assert error["code"] == "invalid_api_key"

@@ -21,6 +21,7 @@ MEGABYTE = 1 << 20
 MOST_VISITS = 12  # of each character by searches; blocks that are no calls are read again, up to a limit
 MOST_COPIES = 600  # of each character: a name of up to 512 characters is copied with every piece
 JSON_CALL, TAG = '{"name": "write", "arguments": {"text": "', "<tool_call>"
+FENCE = "```json\n"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 HARMONY = "<|channel|>commentary to=functions.write<|message|>"
 GLM = "<tool_call>write<arg_key>text</arg_key><arg_value>"
@@ -44,6 +45,20 @@ HOSTILE: dict[str, list[tuple[str, str]]] = {
         (TAG + '{"name": "now", "a": ', "1"),
         ("", '<tool_call>{"name": "now"}</tool_call>'),
         (TAG + "{", f'"{NAME}": 1, '),
+        ("", "```json\n"),
+        ("", "```jso\n"),
+        (FENCE + JSON_CALL, "x"),
+        (FENCE + JSON_CALL, "```"),
+        (FENCE + JSON_CALL, FENCE + JSON_CALL),
+        (FENCE, '{"name": "now", "arguments": {}}\n'),
+        (FENCE + '{"name": "now", "arguments": {}}', " "),
+        (FENCE + '{"name": "now", "arguments": {}}', "\n``"),
+        ("", '```json\n{"name": "now", "arguments": {}}\n```\n'),
+        ("", '```json\n{"name": "now", "arguments": {}} x\n```\n'),
+        (FENCE + "[", '{"name": "now", "arguments": {}}, '),
+        (JSON_CALL, "x"),
+        ("", '{"name": "now", "arguments": {}}\n'),
+        ("x", "\n \n"),
     ],
     "qwen3_coder": [
         (CODER, "x"),

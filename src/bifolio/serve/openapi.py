@@ -11,7 +11,7 @@ from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.errors import ErrorResponse
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
-from bifolio.serve.protocols.llama_cpp import LlamaCppRequest
+from bifolio.serve.protocols.llama_cpp import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.ollama_types import (
     EmbedRequest,
     GenerateRequest,
@@ -51,6 +51,7 @@ PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/api/pull", "post", "Fetch a model (ollama)", PullRequest),
     ("/api/version", "get", "The version of the server (ollama)", None),
     ("/completion", "post", "Complete a prompt (llama.cpp)", LlamaCppRequest),
+    ("/infill", "post", "Fill a gap in a text (llama.cpp)", InfillRequest),
     ("/props", "get", "Properties of the server (llama.cpp)", None),
     ("/slots", "get", "Slots (llama.cpp)", None),
 )

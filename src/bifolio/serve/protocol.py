@@ -142,7 +142,7 @@ class CompletionRequest(Generation, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    suffix: Name | None = None  # only the empty one
+    suffix: Text | None = None  # the text after the gap, for models that fill in the middle
     add_special_tokens: bool = True
 
 

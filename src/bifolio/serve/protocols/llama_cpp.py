@@ -1,4 +1,4 @@
-"""`/completion`, `/props` and `/slots` of llama.cpp's server."""
+"""`/completion`, `/infill`, `/props` and `/slots` of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from bifolio import __version__
+from bifolio.errors import RequestError
 from bifolio.serve import protocol as p
 from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.completions import CompletionCall
@@ -25,6 +26,7 @@ from bifolio.serve.protocols.common import RouteRow, given
 from bifolio.serve.responses import Usage
 from bifolio.serve.running import run_call, tenant_of
 from bifolio.serve.sampling import request_defaults
+from bifolio.text.infill import ContextFile
 
 EVENTS = Framing(SSE_HEADERS, b"", lambda error: b"error: " + error.body("/completion") + b"\n\n")
 STOP_TYPES = {"length": "limit", "stop": "eos"}
@@ -84,6 +86,22 @@ class LlamaCppRequest(Strict, kw_only=True):
     model: Name | None = None
 
 
+class InfillFile(Strict, kw_only=True):
+    """A file, or a part of one, that the model sees before the gap."""
+
+    text: Text
+    filename: Name = "tmp"
+
+
+class InfillRequest(LlamaCppRequest, kw_only=True):
+    """A text with a gap between `input_prefix` with `prompt`, and `input_suffix`."""
+
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: Annotated[list[InfillFile], Meta(max_length=1024)] | None = None
+    prompt: Text = ""
+
+
 def completion_request(request: LlamaCppRequest) -> p.CompletionRequest:
     """The same request in the internal form."""
     options = given(**{name: getattr(request, name) for name in SAME_NAME})
@@ -107,6 +125,7 @@ class LlamaCppCall:
     context: ServerContext
     request: LlamaCppRequest
     inner: CompletionCall
+    is_cut: bool = False  # the prompt of an infill was longer than the context
 
     @property
     def job(self) -> Job:
@@ -149,7 +168,7 @@ class LlamaCppCall:
             "tokens_cached": usage.prompt_tokens_details.cached_tokens,
             "generation_settings": _settings(self.context),
             "prompt": self.request.prompt if isinstance(self.request.prompt, str) else "",
-            "truncated": False,
+            "truncated": self.is_cut,
             "stop_type": "word" if word else STOP_TYPES.get(answer.finish_reason or "", "none"),
             "stopping_word": word,
             "timings": timings,
@@ -165,10 +184,37 @@ def _settings(context: ServerContext) -> dict[str, Any]:
 
 async def completion(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), LlamaCppRequest)
-    if request.n_probs:
-        raise bad_request("n_probs is not supported here: use logprobs of /v1/completions", "n_probs")
+    check_supported(request)
     inner = await prepare_completion(context, completion_request(request), tenant_of(scope))
     await run_call(context, LlamaCppCall(context, request, inner), scope, receive, send, EVENTS)
+
+
+async def infill(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    """A text with a gap. Text far from the gap is left out where all does not fit, and the answer says so."""
+    request = decode(await read_body(scope, receive, context.limits), InfillRequest)
+    check_supported(request)
+    try:
+        marks = context.model.require_infill()
+    except RequestError as error:
+        raise bad_request(str(error), "input_suffix") from error
+    files = [ContextFile(file.filename, file.text) for file in request.input_extra or []]
+    prefix, suffix, longest = request.input_prefix + request.prompt, request.input_suffix, context.max_model_len
+    output = longest // 4 if request.n_predict < 0 else min(request.n_predict, longest - 1)
+    tokenizer = context.tokenizers.tokenizer
+    tokens, is_cut = await context.tokenizers.run(
+        lambda: marks.prompt_with_context(tokenizer, prefix, suffix, files, longest - output),
+        len(prefix) + len(suffix) + sum(len(file.text) for file in files),
+    )
+    completion = completion_request(request)
+    completion.prompt = [*tokens]
+    completion.stop_token_ids = None if request.ignore_eos else list(marks.ends)
+    inner = await prepare_completion(context, completion, tenant_of(scope))
+    await run_call(context, LlamaCppCall(context, request, inner, is_cut), scope, receive, send, EVENTS)
+
+
+def check_supported(request: LlamaCppRequest) -> None:
+    if request.n_probs:
+        raise bad_request("n_probs is not supported here: use logprobs of /v1/completions", "n_probs")
 
 
 async def props(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,6 +259,7 @@ def _slot(number: int, entry: dict[str, Any] | None, context: ServerContext) -> 
 
 ROUTES: tuple[RouteRow, ...] = (
     ("/completion", "POST", completion),
+    ("/infill", "POST", infill),
     ("/props", "GET", props),
     ("/slots", "GET", slots),
 )

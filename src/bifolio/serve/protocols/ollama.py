@@ -202,15 +202,17 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
     """A prompt, through the chat template where the model has one and `raw` is not set."""
     request = decode(await read_body(scope, receive, context.limits), GenerateRequest)
     context.check_model(request.model.removesuffix(":latest"))
-    for name in ("suffix", "template", "context"):
+    for name in ("template", "context"):
         if getattr(request, name):
             raise bad_request(f"{name} is not supported: leave it out", name)
-    if not request.prompt:  # asks to load the model
+    if not request.prompt and not request.suffix:  # asks to load the model
         await send_json(send, {"model": context.name, "created_at": now(), "response": "", "done": True,
                                "done_reason": "load"})  # fmt: skip
         return
     tenant = tenant_of(scope)
-    if request.raw or context.model.chat_template is None:
+    if request.suffix and request.system:
+        raise bad_request("a text with a suffix has no system prompt: leave one of them out", "system")
+    if request.raw or request.suffix or context.model.chat_template is None:
         call = await _completion(context, request, tenant)
     else:
         messages = [OllamaMessage(role="user", content=request.prompt)]
@@ -223,7 +225,8 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
 
 async def _completion(context: ServerContext, request: GenerateRequest, tenant: Tenant) -> OllamaCallShape:
     text = f"{request.system}\n\n{request.prompt}" if request.system and not request.raw else request.prompt
-    prepared = await prepare_completion(context, p.CompletionRequest(prompt=text, **_sampling(request)), tenant)
+    completion = p.CompletionRequest(prompt=text, suffix=request.suffix, **_sampling(request))
+    prepared = await prepare_completion(context, completion, tenant)
     return OllamaCallShape(context, prepared.job, False)
 
 

@@ -65,7 +65,7 @@ class GenerateRequest(OllamaBase, kw_only=True):
     prompt: Text = ""
     system: Text | None = None
     raw: bool | None = None
-    suffix: Name | None = None  # only the empty one
+    suffix: Text | None = None  # the text after the gap, for models that fill in the middle
     template: Text | None = None  # only the model's own
     context: Annotated[list[Count], Meta(max_length=1 << 17)] | None = None  # only the empty one
     images: Annotated[list[Name], Meta(max_length=0)] | None = None
