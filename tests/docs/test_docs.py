@@ -80,7 +80,7 @@ def test_the_package_is_installed_from_its_source_on_every_page() -> None:
 
 def test_every_picture_is_shown_on_a_page() -> None:
     shown = set().union(*(links_of(page) for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]))
-    pictures = {picture.resolve() for picture in (ROOT / "docs").rglob("*.png")}
+    pictures = {picture.resolve() for kind in ("*.png", "*.svg") for picture in (ROOT / "docs").rglob(kind)}
     assert {picture.name for picture in pictures - shown} == set()
 
 
