@@ -126,7 +126,7 @@ def _attributes(style: Style) -> str:
         "fill": style.colour,
         "font-weight": "bold" if style.bold else None,
         "font-style": "italic" if style.italic else None,
-        "opacity": ".6" if style.dim else None,
+        "fill-opacity": ".6" if style.dim else None,
         "text-decoration": "underline" if style.underline else None,
     }
     return "".join(f' {name}="{value}"' for name, value in found.items() if value is not None)
