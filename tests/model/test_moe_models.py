@@ -65,6 +65,7 @@ def test_every_chunk_and_block_size_gives_transformers_logits(architecture: str,
             blocks.release(entry.sequence_id)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("architecture", MOE_ARCHITECTURES)
 def test_the_same_64_greedy_tokens_as_transformers(architecture: str, kernels: str) -> None:
