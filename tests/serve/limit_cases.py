@@ -18,7 +18,7 @@ from bifolio.serve import protocol as p
 from bifolio.serve.bounds import parts
 from bifolio.serve.protocols import anthropic_types as a
 from bifolio.serve.protocols import ollama_types as o
-from bifolio.serve.protocols.llama_cpp import InfillRequest, LlamaCppRequest
+from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.responses_types import ResponsesRequest
 
 MODEL = ""  # the empty name means the served model

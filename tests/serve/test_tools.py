@@ -121,6 +121,21 @@ def test_a_call_in_a_block_of_json_is_a_call(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.full
+def test_one_call_where_parallel_calls_are_off(client: openai.OpenAI) -> None:
+    loose = [{"type": "function", "function": {"name": "now"}}]
+    call = '```json\n{"name": "now", "arguments": {}}\n```\n'
+    body: dict[str, Any] = {"reasoning_effort": "none", "thinking_budget": None}
+    body["structured_outputs"] = {"choice": [f"One.\n{call}{call}Two."]}
+    options: dict[str, Any] = {"tools": loose, "extra_body": body}
+    for many, count in ((True, 2), (False, 1)):
+        message = ask(client, parallel_tool_calls=many, **options).choices[0].message
+        chunks = [part.choices[0].delta for part in ask(client, stream=True, parallel_tool_calls=many, **options)]
+        assert len(message.tool_calls) == count
+        assert len([call for part in chunks for call in part.tool_calls or [] if call.id]) == count
+        assert message.content == "".join(part.content or "" for part in chunks) == "One.\nTwo."
+
+
+@pytest.mark.full
 def test_a_schema_holds_behind_the_reasoning(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
     message = ask(client, response_format=form).choices[0].message

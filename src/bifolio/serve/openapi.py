@@ -10,8 +10,9 @@ from bifolio import __version__
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.errors import ErrorResponse
+from bifolio.serve.ignored import describe
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
-from bifolio.serve.protocols.llama_cpp import InfillRequest, LlamaCppRequest
+from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.ollama_types import (
     EmbedRequest,
     GenerateRequest,
@@ -73,6 +74,7 @@ def openapi_document() -> dict[str, Any]:
     types = [ErrorResponse, r.ChatChunk, *(kind for row in OPERATIONS for kind in row[3:] if kind is not None)]
     types += [request for *_, request in PROTOCOL_OPERATIONS if request is not None]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    describe(components)
     paths: dict[str, Any] = {}
     for path, method, summary, request, response in OPERATIONS:
         paths[path] = {method: _operation(path, summary, request, response)}
