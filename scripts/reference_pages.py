@@ -31,6 +31,7 @@ from bifolio.cli.commands import DEST_PREFIX, App, Command
 from bifolio.cli.main import HEADINGS, build_app
 from bifolio.cli.option_values import OptionValues
 from bifolio.serve import protocol as p
+from bifolio.serve.field_types import type_text
 from bifolio.serve.openapi import OPERATIONS, PROTOCOL_OPERATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -191,7 +192,7 @@ def field_table(kind: Any, left_out: set[str] = frozenset(), other: bool = False
         default = "required" if field.required else _shown_default(field.default)
         meaning = meaning_of(kind, field.name, required=not other)
         is_prompts = kind.__annotations__.get(field.name) == "Prompts"
-        row = [code(field.encode_name), PROMPTS if is_prompts else cell(type_text(field.type)), default]
+        row = [code(field.encode_name), PROMPTS if is_prompts else cell(_type(field.type)), default]
         rows.append(row if other else [*row, meaning])
     head = ("field", "type", "default", "meaning")
     return table(head[:3] if other else head, rows)
@@ -203,42 +204,9 @@ def _shown_default(value: Any) -> str:
     return code(json.dumps(value))
 
 
-def type_text(kind: Any) -> str:
-    """A type of msgspec in words, with its bounds."""
-    name = type(kind).__name__.removesuffix("Type")
-    if name == "Union":
-        parts = [type_text(part) for part in kind.types if type(part).__name__ != "NoneType"]
-        return " or ".join(parts)
-    if name in ("Int", "Float"):
-        return ("integer" if name == "Int" else "number") + _range(kind)
-    if name == "Str":
-        return "text" + (f" of at most {_count(kind.max_length)}" if kind.max_length else "")
-    if name == "List":
-        return f"list of {type_text(kind.item_type)}" + (
-            f", at most {_count(kind.max_length)}" if kind.max_length else ""
-        )
-    if name == "Dict":
-        return "object"
-    if name == "Literal":
-        return ", ".join(code(json.dumps(value)) for value in kind.values)
-    if name == "Struct":
-        known = {nested.__name__ for nested in NESTED}
-        own = kind.cls.__name__
-        return f"[{own}](#{own.lower()})" if own in known else f"object ({own})"
-    return {"Bool": "true or false", "Any": "any JSON", "Raw": "any JSON", "Metadata": ""}.get(name) or type_text(
-        kind.type
-    )
-
-
-def _range(kind: Any) -> str:
-    low = f"above {_count(kind.gt)}" if kind.gt is not None else "" if kind.ge is None else f"{_count(kind.ge)}"
-    high = f"below {_count(kind.lt)}" if kind.lt is not None else "" if kind.le is None else f"{_count(kind.le)}"
-    return f", {low} to {high}" if low and high else f", at least {low}" if low else f", at most {high}" if high else ""
-
-
-def _count(number: float) -> str:
-    powers = {1 << 31: "2³¹", -(1 << 63): "-2⁶³", (1 << 63) - 1: "2⁶³ - 1"}
-    return powers.get(int(number)) or (f"{number:g}" if abs(number) < 1000 else f"{int(number):,}")
+def _type(kind: Any) -> str:
+    known = {nested.__name__ for nested in NESTED}
+    return type_text(kind, lambda name: f"[{name}](#{name.lower()})" if name in known else f"object ({name})", code)
 
 
 # -- Python ----------------------------------------------------------------------------------------------------------
