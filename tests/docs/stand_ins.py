@@ -16,7 +16,10 @@ from bifolio.model.loader import load_model
 from bifolio.quant.formats import QuantFormat
 from helpers import CORPUS, END_OF_TEXT, fresh_folder, tiny_folder
 
-CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CHAT = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
 TEXT = END_OF_TEXT.join(f"Story {number}. {sentence}\n" for number in range(200) for sentence in CORPUS)
 PAGE = TEXT[: len(TEXT) // 20]  # enough where nothing is learnt from it
 OUTPUT_OPTIONS = {"--output", "-o", "--out", "--plot", "--json", "--save"}

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_blocks import ROOT, Block, Marker, MarkerError, all_blocks, blocks_of, commands_of
+from doc_blocks import ROOT, Block, Marker, MarkerError, Shown, all_blocks, blocks_of, commands_of, walked_pages
 from doc_runner import DocumentedCommandError, Runner, python_command
+from doc_walk import PageWalk
 
 BLOCKS = all_blocks()
+PAGES = walked_pages()
 CODE = [block for block in BLOCKS if block.kind in ("shell", "python")]
 
 
@@ -32,8 +34,16 @@ def test_block(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> 
     Runner(tmp_path, forks).run(block, block.marker.needs_gpu and has_gpu())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", PAGES)
+def test_page(name: str, tmp_path: Path) -> None:
+    with PageWalk(tmp_path) as page:
+        page.walk(PAGES[name])
+
+
 def test_every_block_says_what_it_is() -> None:
-    unknown = [f"{block.name} ({block.language or 'no language'})" for block in BLOCKS if block.kind == "unknown"]
+    blocks = [*BLOCKS, *(block for page in PAGES.values() for block in page)]
+    unknown = [f"{block.name} ({block.language or 'no language'})" for block in blocks if block.kind == "unknown"]
     assert not unknown, f"label them sh, python or text: {', '.join(unknown)}"
 
 
@@ -181,6 +191,83 @@ def test_models_are_pulled_from_this_machine(tmp_path: Path, forks: str | None) 
     run_text("bifolio pull smollm2\nbifolio pull hf:some/model\nbifolio pull hf:other/model:file.gguf", tmp_path, forks)
     pulled = {path.name for path in (tmp_path / "home" / "cache" / "models").iterdir()}
     assert {"smollm2.gguf", "model", "file.gguf"} <= pulled
+
+
+SHOWN = """
+```sh
+echo one; echo two
+```
+
+<!-- output -->
+```text
+one
+tw...
+```
+"""
+
+
+def test_shown_output_belongs_to_the_code_before_it() -> None:
+    (block,) = blocks_of(SHOWN, "page.md")
+    assert block.shown == Shown("one\ntw...")
+    with pytest.raises(MarkerError, match="no code"):
+        list(blocks_of(SHOWN[SHOWN.index("<!--") :], "page.md"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "output", "equal"),
+    [
+        ("a\nb", "a  \nb\n", True),
+        ("a ... d", "a b\nc d", True),
+        ("a", "ab", False),
+        ("...b", "aba", False),
+        ("a.b", "axb", False),
+    ],
+)
+def test_dots_match_any_text(shown: str, output: str, equal: bool) -> None:
+    assert Shown(shown).matches(output) == equal
+
+
+@pytest.mark.full
+def test_other_output_than_the_page_shows_is_found(tmp_path: Path) -> None:
+    block = next(iter(blocks_of(SHOWN.replace("tw...", "three"), "page.md")))
+    with pytest.raises(DocumentedCommandError, match="three"):
+        Runner(tmp_path).run(block, has_gpu=False)
+
+
+WALKED = """<!-- walk: in order -->
+```sh
+echo 41 > number
+bifolio serve
+```
+```python
+import urllib.request
+number = int(open("number").read())
+ready = urllib.request.urlopen("http://127.0.0.1:8000/ready").status
+```
+```python
+print(number + 1, ready)
+```
+<!-- output -->
+```text
+42 200
+```
+<!-- session: cat -->
+```text
+> Hello
+Hello
+```
+"""
+
+
+@pytest.mark.full
+def test_a_walked_page_keeps_its_folder_its_server_and_its_names(tmp_path: Path) -> None:
+    blocks = list(blocks_of(WALKED, "page.md"))
+    with PageWalk(tmp_path) as page:
+        page.walk(blocks)
+    wrong = list(blocks_of(WALKED.replace("42 200", "43 200"), "page.md"))
+    (tmp_path / "again").mkdir()
+    with PageWalk(tmp_path / "again") as page, pytest.raises(DocumentedCommandError, match="43 200"):
+        page.walk(wrong)
 
 
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))

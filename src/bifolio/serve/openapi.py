@@ -106,23 +106,6 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def docs_page() -> str:
-    """The operations and the fields of their requests as a page without scripts, for `/docs`."""
-    parts = []
-    for path, method, summary, request, response in OPERATIONS:
-        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}. Returns {response.__name__}.</p>")
-        if request is not None:
-            names = "".join(f"<li><code>{field.encode_name}</code></li>" for field in msgspec.structs.fields(request))
-            parts.append(f"<details><summary>{request.__name__}</summary><ul>{names}</ul></details>")
-    for path, method, summary, _ in PROTOCOL_OPERATIONS:
-        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}.</p>")
-    body = "".join(parts)
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>bifolio: API</title><h1>bifolio: API</h1>"
-        f'<p>Types and limits: <a href="/openapi.json">openapi.json</a>.</p>{body}</html>'
-    )
-
-
 def _operation(path: str, summary: str, request: Any, response: Any) -> dict[str, Any]:
     content = {"application/json": {"schema": _ref(response)}}
     if path in EVENTS:
