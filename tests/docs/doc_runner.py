@@ -51,9 +51,10 @@ class DocumentedCommandError(AssertionError):
 class Runner:
     """A folder, an environment and stand-in files for the blocks of one test."""
 
-    def __init__(self, folder: Path, real_models: bool = False) -> None:
-        self.python = sys.executable
-        self.real_models = real_models  # pulled by their names, instead of small ones in their places
+    def __init__(self, folder: Path, python: str = sys.executable, models: Path | None = None) -> None:
+        """`python`: the interpreter of an installed package; `models`: a cache for models that are really pulled."""
+        self.python = python
+        self.real_models = models is not None
         self.folder = folder / "work"
         self.folder.mkdir()
         self._programs = folder / "bin"
@@ -68,7 +69,7 @@ class Runner:
             **os.environ,
             "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self._home),
-            "BIFOLIO_CACHE": str(self._home / "cache"),
+            "BIFOLIO_CACHE": str(models or self._home / "cache"),
             "HF_HOME": str(self._home / "hub"),
             "MPLBACKEND": "Agg",
             "COLUMNS": "120",
@@ -81,7 +82,8 @@ class Runner:
             archive.write(model_file(), PACKAGE_MEMBER)
         source = self._home / "program.py"
         source.write_text(PROGRAM.format(digest=sha256(model_file().read_bytes()).hexdigest(), wheel=str(wheel)))
-        for name, line in {"bifolio": f'{sys.executable} {source} "$@"', "python": f'{sys.executable} "$@"'}.items():
+        program = f'{self.python} -m bifolio "$@"' if self.real_models else f'{self.python} {source} "$@"'
+        for name, line in {"bifolio": program, "python": f'{self.python} "$@"'}.items():
             (self._programs / name).write_text(f"#!/bin/sh\nexec {line}\n")
             (self._programs / name).chmod(0o755)
 
