@@ -35,7 +35,7 @@ OWN_SETTINGS = {
     "quantize": {"kv_dtype", *DEVICE_OPTIONS},  # converts; scores a text on the CPU on request
 }
 NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "rm", "doctor", "completion", "bench serve", "bench gpu",
-                 "cluster status", "cluster delete"}  # fmt: skip
+                 "cluster status", "cluster delete", "gguf split", "gguf merge", "gguf edit"}  # fmt: skip
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTION = "Once upon a time a little fox"
 

@@ -52,12 +52,15 @@ class DocumentedCommandError(AssertionError):
 class Runner:
     """A folder, an environment and stand-in files for the blocks of one test.
 
-    With `forks`, the socket of `forked_programs.py`, commands other than servers run in forks.
+    With `forks`, the socket of `forked_programs.py`, commands other than servers run in forks. `python`: the interpreter
+    of an installed package; `models`: a cache for models that are really pulled.
     """
 
-    def __init__(self, folder: Path, forks: str | None = None, real_models: bool = False) -> None:
-        self.real_models = real_models  # pulled by their names, instead of small ones in their places
-        self.python = sys.executable
+    def __init__(
+        self, folder: Path, forks: str | None = None, python: str = sys.executable, models: Path | None = None
+    ) -> None:
+        self.python = python
+        self.real_models = models is not None
         self.folder = folder / "work"
         self.folder.mkdir()
         self._programs, self._forked_programs = folder / "bin", folder / "forked"
@@ -65,14 +68,14 @@ class Runner:
         self._home.mkdir()
         for name in ("benchmarks", "scripts"):
             (self.folder / name).symlink_to(ROOT / name)
-        self._write_programs(self._programs, sys.executable)
-        self._write_programs(self._forked_programs, shlex.join(python_command(forks)))
+        self._write_programs(self._programs, python)
+        self._write_programs(self._forked_programs, shlex.join(python_command(forks)) if forks else python)
         self.port = free_port()
         self.environment = {
             **os.environ,
             "PATH": f"{self._forked_programs}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self._home),
-            "BIFOLIO_CACHE": str(self._home / "cache"),
+            "BIFOLIO_CACHE": str(models or self._home / "cache"),
             "HF_HOME": str(self._home / "hub"),
             "MPLBACKEND": "Agg",
             "COLUMNS": "120",
@@ -87,7 +90,8 @@ class Runner:
             archive.write(model_file(), PACKAGE_MEMBER)
         source = self._home / "program.py"
         source.write_text(PROGRAM.format(digest=sha256(model_file().read_bytes()).hexdigest(), wheel=str(wheel)))
-        for name, line in {"bifolio": f'{python} {source} "$@"', "python": f'{python} "$@"'}.items():
+        program = f'{python} -m bifolio "$@"' if self.real_models else f'{python} {source} "$@"'
+        for name, line in {"bifolio": program, "python": f'{python} "$@"'}.items():
             (folder / name).write_text(f"#!/bin/sh\nexec {line}\n")
             (folder / name).chmod(0o755)
 

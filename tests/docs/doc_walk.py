@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +34,8 @@ for line in sys.stdin:
 class PageWalk(Runner):
     """The blocks of one page, in one folder; servers run until the walk ends or another one takes their place."""
 
-    def __init__(self, folder: Path, real_models: bool = False) -> None:
-        super().__init__(folder, real_models=real_models)
+    def __init__(self, folder: Path, python: str = sys.executable, models: Path | None = None) -> None:
+        super().__init__(folder, None, python, models)
         self._servers = ExitStack()
         self._interpreter: subprocess.Popen[str] | None = None
 
