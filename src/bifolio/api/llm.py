@@ -26,7 +26,7 @@ from bifolio.api.prompts import (
 )
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.stream import TokenStream
-from bifolio.api.vllm_options import check_ported, speculative_from
+from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import NUMERICS, SpeculativeConfig
 from bifolio.engine.build import build_engine
@@ -96,6 +96,9 @@ class LLM:
     ) -> None:
         check_ported(ported, LLM.__init__.__kwdefaults__ or ())
         check_threads(threads)
+        check_one_of(token_budget=token_budget, max_num_batched_tokens=max_num_batched_tokens)
+        check_one_of(speculative=speculative, speculative_config=speculative_config)
+        check_one_of(num_blocks=num_blocks, memory=memory)
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         options = EngineOptions(
             dtype=dtype, kv_cache_dtype=kv_cache_dtype, deterministic=deterministic, block_size=block_size,
