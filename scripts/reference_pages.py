@@ -33,6 +33,7 @@ from bifolio.cli.option_values import OptionValues
 from bifolio.serve import protocol as p
 from bifolio.serve.field_types import type_text
 from bifolio.serve.openapi import OPERATIONS, PROTOCOL_OPERATIONS
+from bifolio.serve.protocols import anthropic_types, llama_cpp_types, ollama_types, responses_types
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MEANINGS = DOCS / "data" / "fields.json"
@@ -253,6 +254,8 @@ def _python_default(value: Any) -> str:
 
 # -- meanings --------------------------------------------------------------------------------------------------------
 
+IGNORED = p.IGNORED | anthropic_types.IGNORED | llama_cpp_types.IGNORED | ollama_types.IGNORED | responses_types.IGNORED
+
 
 class MissingMeaningError(LookupError):
     """A field that neither the code nor docs/data/fields.json explains."""
@@ -267,8 +270,11 @@ def written_meanings() -> dict[str, str]:
 def meaning_of(kind: Any, name: str, required: bool = True) -> str:
     """By class and field, else the comment of the class, else by field alone, else that of SamplingParams."""
     written = written_meanings()
+    reasons = (fields[name] for owner, fields in IGNORED.items() if issubclass(kind, owner) and name in fields)
+    reason = next(reasons, None)
     found = (
-        written.get(f"{kind.__name__}.{name}")
+        (reason and f"accepted and ignored: {reason}")
+        or written.get(f"{kind.__name__}.{name}")
         or comments_of(kind).get(name)
         or written.get(name)
         or comments_of(SamplingParams).get(name)

@@ -52,8 +52,8 @@ class DocumentedCommandError(AssertionError):
 class Runner:
     """A folder, an environment and stand-in files for the blocks of one test.
 
-    With `forks`, the socket of `forked_programs.py`, commands other than servers run in forks. `python`: the interpreter
-    of an installed package; `models`: a cache for models that are really pulled.
+    With `forks`, the socket of `forked_programs.py`, commands other than servers run in forks. `python` is the
+    interpreter of an installed package, `models` a cache for models that are really pulled.
     """
 
     def __init__(
