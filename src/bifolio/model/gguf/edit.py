@@ -103,8 +103,8 @@ def _new_entry(key: str, text: str, edits: Edits) -> RawEntry:
 
 def _refuse_broken(file: GgufFile, edits: Edits, metadata: Mapping[str, Value]) -> None:
     """Raise ConfigError if a required key goes, or if the model opens now and would not with the new metadata."""
-    architecture = file.metadata.get(ARCHITECTURE, "")
-    required = {f"{architecture}{key}" if key.startswith(".") else key for key in REQUIRED}
+    prefix = file.metadata.get(ARCHITECTURE, "")
+    required = {f"{prefix}{key}" if key.startswith(".") else key for key in REQUIRED}
     lost = [key for key in (*edits.removed, *edits.renamed) if key in required]
     lost += [key for key in edits.values if key in SPLIT_KEYS]
     if lost:
@@ -112,7 +112,7 @@ def _refuse_broken(file: GgufFile, edits: Edits, metadata: Mapping[str, Value]) 
     try:
         used = _used_tensors(file, file.metadata)
     except BifolioError:  # of a kind that bifolio does not run: the values cannot be checked
-        if metadata.get(ARCHITECTURE) != architecture:
+        if metadata.get(ARCHITECTURE) != prefix:
             raise ConfigError(
                 f"{ARCHITECTURE} names the other keys: pass --allow-broken to change it nevertheless"
             ) from None
