@@ -222,13 +222,13 @@ def parameters_of(function: Callable[..., None]) -> list[tuple[inspect.Parameter
     for parameter in inspect.signature(function).parameters.values():
         parameter = parameter.replace(annotation=hints[parameter.name])
         if is_dataclass(parameter.annotation):
-            found += [(option, parameter) for option in _fields_of(parameter.annotation)]
+            found += [(option, parameter) for option in fields_of(parameter.annotation)]
         else:
             found.append((parameter, None))
     return found
 
 
-def _fields_of(group: Any) -> list[inspect.Parameter]:
+def fields_of(group: Any) -> list[inspect.Parameter]:
     """The fields of a group as keyword parameters."""
     hints = typing.get_type_hints(group, include_extras=True)
     return [
