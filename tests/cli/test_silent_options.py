@@ -178,7 +178,6 @@ def decides(name: str, value: Any) -> bool:
 @pytest.mark.parametrize(
     ("options", "engine", "sentence"),
     [
-        ({"tls_key": Path("k")}, {}, "--tls-key has no effect without --tls-cert"),
         ({"kv_events_topic": "t"}, {}, "--kv-events-topic has no effect without --kv-events"),
         ({"transfer_port": 5}, {}, "--transfer-port has no effect without --role prefill"),
         ({"prefill_threshold": 5}, {}, "--prefill-threshold has no effect without --role decode"),

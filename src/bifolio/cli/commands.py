@@ -306,9 +306,9 @@ def _reader(kind: Callable[[str], Any], written: Parameter) -> Callable[[str], A
     def read(text: str) -> Any:
         value = (written.read or kind)(text.removeprefix(LITERAL))
         if written.min is not None and value < written.min:
-            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}")
+            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}, the least that is allowed")
         if written.max is not None and value > written.max:
-            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}")
+            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}, the most that is allowed")
         return value
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # argparse puts it into "invalid int value"

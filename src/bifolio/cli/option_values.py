@@ -63,7 +63,9 @@ def read_config() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the configuration {path} cannot be read ({error}): correct it, or set BIFOLIO_CONFIG"
+        ) from error
 
 
 class OptionValues:

@@ -25,7 +25,6 @@ def check_combined(server: ServerOptions, engine: BatchEngine) -> None:
     given, has_keys = changed(server), bool(server.api_key or server.api_key_file)
     splits = server.prefill_replicas > 0 or server.role == "decode"
     needs = {  # option → (whether it has an effect, the option that it needs)
-        "tls_key": (server.tls_cert is not None, "--tls-cert"),
         "kv_events_replay": (server.kv_events is not None, "--kv-events"),
         "kv_events_topic": (server.kv_events is not None, "--kv-events"),
         "transfer_host": (server.role == "prefill", "--role prefill"),
