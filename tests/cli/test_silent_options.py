@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import json
+import os
 import re
 import textwrap
 import typing
@@ -109,6 +110,8 @@ def test_every_option_comes_from_the_environment_and_the_file(
     positional = [p for p, _ in written if commands.notes_of(p)[1].positional and p.default is inspect.Parameter.empty]
     words = ["word"] * len(positional)
     config = tmp_path / "config.toml"
+    for variable in [variable for variable in os.environ if variable.startswith("BIFOLIO_")]:
+        monkeypatch.delenv(variable)  # `bifolio serve` in another test leaves its log level here
     monkeypatch.setenv("BIFOLIO_CONFIG", str(config))
     required = [p for p, _ in written if p.default is inspect.Parameter.empty and p not in positional]
     for parameter in required:
