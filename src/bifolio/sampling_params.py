@@ -391,4 +391,6 @@ def _check_structure(params: SamplingParams) -> None:
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise TokenIdError(f"{name} has the token id {token_id}, but the vocabulary ends at {vocab_size - 1}")
+            raise TokenIdError(
+                f"{name} has the token id {token_id}, but the vocabulary ends at {vocab_size - 1}: leave it out"
+            )

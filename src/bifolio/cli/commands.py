@@ -226,13 +226,13 @@ def parameters_of(function: Callable[..., None]) -> list[tuple[inspect.Parameter
     for parameter in inspect.signature(function).parameters.values():
         parameter = parameter.replace(annotation=hints[parameter.name])
         if is_dataclass(parameter.annotation):
-            found += [(option, parameter) for option in _fields_of(parameter.annotation)]
+            found += [(option, parameter) for option in fields_of(parameter.annotation)]
         else:
             found.append((parameter, None))
     return found
 
 
-def _fields_of(group: Any) -> list[inspect.Parameter]:
+def fields_of(group: Any) -> list[inspect.Parameter]:
     """The fields of a group as keyword parameters."""
     hints = typing.get_type_hints(group, include_extras=True)
     return [
@@ -310,9 +310,9 @@ def _reader(kind: Callable[[str], Any], written: Parameter) -> Callable[[str], A
     def read(text: str) -> Any:
         value = (written.read or kind)(text.removeprefix(LITERAL))
         if written.min is not None and value < written.min:
-            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}")
+            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}, the least that is allowed")
         if written.max is not None and value > written.max:
-            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}")
+            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}, the most that is allowed")
         return value
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # argparse puts it into "invalid int value"

@@ -94,8 +94,8 @@ def generate(
         explicit["ignore_eos"] = True
     if json_schema is not None:
         explicit["grammar"] = read_grammar(json_schema)
-    if suffix is not None and input_file is not None:
-        raise commands.BadParameter("--suffix is for one prompt: put a 'suffix' into the lines of --input")
+    if input_file is not None:
+        check_alone(prompt, suffix, echo)
     text = given_text(prompt) if input_file is None else None
     if suffix is not None:
         text = text or ""
@@ -112,6 +112,16 @@ def generate(
         stats = llm.engine.speculator.stats
         share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
         print(f"  speculation      {share} ({stats.acceptance_rate:.0%})", file=sys.stderr)
+
+
+def check_alone(prompt: str | None, suffix: str | None, echo: bool | None) -> None:
+    """Refuse options of one prompt beside a file of prompts."""
+    if suffix is not None:
+        raise commands.BadParameter("--suffix is for one prompt: put a 'suffix' into the lines of --input")
+    if prompt is not None:
+        raise commands.BadParameter("PROMPT has no effect with --input: put it into a line, or leave --input out")
+    if echo is not None:
+        raise commands.BadParameter("--echo is for one prompt: the lines of --output have their prompts")
 
 
 def given_text(prompt: str | None) -> str | None:

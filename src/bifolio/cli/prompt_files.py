@@ -62,7 +62,7 @@ class PromptLine:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Every line that is not blank."""
     if not path.is_file():
-        raise commands.BadParameter(f"{path} does not exist")
+        raise commands.BadParameter(f"--input {path} does not exist: pass a file of JSON lines")
     from bifolio.text.utf8 import read_text
 
     lines = []
@@ -72,7 +72,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise commands.BadParameter(f"{path}:{number}: not JSON: {error}") from error
+            raise commands.BadParameter(f"{path}:{number}: not JSON ({error}): write one object a line") from error
         if not isinstance(values, dict):
             raise commands.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
         lines.append(PromptLine(f"{path}:{number}", values))

@@ -26,11 +26,11 @@ def map_file(path: Path) -> Bytes:
                 raise ModelFileError(f"{path} is empty: fetch it again")
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
-        raise ModelFileError(f"{path} does not exist") from None
+        raise ModelFileError(f"{path} does not exist: check the path, or see `bifolio models`") from None
     except (OSError, ValueError) as error:
         if isinstance(error, ModelFileError):
             raise
-        raise ModelFileError(f"{path} cannot be read: {error}") from error
+        raise ModelFileError(f"{path} cannot be read ({error}): check its permissions and its disk") from error
 
 
 @contextlib.contextmanager

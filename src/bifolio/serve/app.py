@@ -162,7 +162,7 @@ class Handlers:
         request = decode(await read_body(scope, receive, context.limits), p.TokenizeRequest)
         context.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
-            raise bad_request("pass either prompt or messages")
+            raise bad_request("/tokenize needs a prompt or messages: pass one of them")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
             tokens = await chat_tokens(context, chat_request, ToolPlan(), tenant_of(scope))
@@ -181,7 +181,10 @@ class Handlers:
         vocab = context.model.config.vocab_size
         largest = max(request.tokens, default=0)
         if largest >= vocab:
-            raise bad_request(f"the token id {largest} is outside the vocabulary of {vocab} tokens", "tokens")
+            raise bad_request(
+                f"the token id {largest} is outside the vocabulary of {vocab} tokens: pass ids from 0 to {vocab - 1}",
+                "tokens",
+            )
         text = await context.tokenizers.decode(request.tokens, request.skip_special_tokens)
         await send_json(send, r.Detokenized(text))
 
@@ -210,7 +213,7 @@ class Handlers:
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._context.draining or not self._context.engine.health().is_ready:
-            raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
+            raise ApiError(503, "the engine is not ready: ask again in 2 s", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
     async def kv_transfer(self, scope: Scope, receive: Receive, send: Send) -> None:

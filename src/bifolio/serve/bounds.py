@@ -20,7 +20,9 @@ def check_bytes(request: msgspec.Struct) -> None:
             try:
                 size = len(msgspec.json.encode(value))
             except (RecursionError, UnicodeEncodeError, msgspec.MsgspecError):
-                raise bad_request(f"{name} is nested too deeply or holds text that is not valid", name) from None
+                raise bad_request(
+                    f"{name} is nested too deeply or holds text that is not valid: send flatter JSON in UTF-8", name
+                ) from None
             if size > most:
                 raise bad_request(f"{name} has {size} bytes of JSON: at most {most} are accepted", name)
         elif most is None:

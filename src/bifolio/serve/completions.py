@@ -180,7 +180,9 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     """Check a request and turn it into a job."""
     context.check_model(request.model)
     if request.stream and request.best_of is not None and request.best_of > request.n:
-        raise bad_request("best_of chooses among finished texts, so it cannot be streamed", "best_of")
+        raise bad_request(
+            "best_of chooses among finished texts, so it cannot be streamed: leave out best_of or stream", "best_of"
+        )
     if request.suffix and request.echo:
         raise bad_request("echo repeats a prompt that the output follows, which has no suffix: leave one out", "echo")
     if request.beam_search is not None and request.best_of is not None:
@@ -202,7 +204,10 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         await context.grammars.require(*params.grammar, tenant.share)
     drawn = request.beam_search.width if request.beam_search else request.best_of or request.n
     if len(prompts) * drawn > context.limits.max_sequences:
-        raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
+        raise bad_request(
+            f"{len(prompts)} prompts × {drawn} completions are too many for one request: send several requests",
+            "prompt",
+        )
     context.check_scored([tokens for _, tokens in prompts], drawn, params)
     job = Job.of(request, tenant, [tokens for _, tokens in prompts], params, drawn)
     return CompletionCall(context, request, prompts, job)
@@ -222,7 +227,7 @@ async def read_prompts(
     if isinstance(prompt, list) and isinstance(prompt[0], int):
         _check_length(context, prompt)
     elif isinstance(prompt, list) and len(prompt) > most:
-        raise bad_request(f"{len(prompt)} prompts are too many: at most {most}", "prompt")
+        raise bad_request(f"{len(prompt)} prompts are too many: send at most {most} in a request", "prompt")
     if isinstance(prompt, str):
         parts = [prompt]
     elif all(isinstance(item, int) for item in prompt):

@@ -195,7 +195,11 @@ class Run:
 
     def _too_late(self) -> None:
         own = self.time_limit < self.context.limits.request_timeout
-        error = ApiError(408 if own else 504, "the request took longer than its time limit", "timeout")
+        error = ApiError(
+            408 if own else 504,
+            f"the request took longer than {self.time_limit:g} s, its time limit: shorten it",
+            "timeout",
+        )
         if self._stream is not None:
             self._stream.fail(error)
 

@@ -68,7 +68,9 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise ApiError(408, "the request did not arrive in time", "timeout") from None
+        raise ApiError(
+            408, f"the request did not arrive in {limits.body_timeout:g} s: send it faster, or a shorter one", "timeout"
+        ) from None
 
 
 def too_large(limits: Limits) -> ApiError:
@@ -94,7 +96,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     except RecursionError:
-        raise bad_request("the body is nested too deeply") from None
+        raise bad_request("the body is nested too deeply: send flatter JSON") from None
     if isinstance(request, msgspec.Struct):
         check_bytes(request)
     return request

@@ -56,7 +56,10 @@ def engine_params(
     if explicit.get("top_p") == 0.0:
         explicit["top_p"] = 1e-9  # the most likely token alone
     if explicit.get("allowed_token_ids") == []:
-        raise bad_request("allowed_token_ids is empty, so nothing could be drawn", "allowed_token_ids")
+        raise bad_request(
+            "allowed_token_ids is empty, so no token could be sampled: list token ids, or leave it out",
+            "allowed_token_ids",
+        )
     if "allowed_token_ids" in explicit:
         explicit["allowed_token_ids"] = sorted(set(explicit["allowed_token_ids"]))
     grammar = wanted_grammar(request.response_format, request.structured_outputs)

@@ -56,7 +56,7 @@ def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
     specs = [_spec(tool) for tool in request.tools]
     tools = {spec.name: spec for spec in specs}
     if len(tools) < len(specs):
-        raise bad_request("two tools have the same name", "tools")
+        raise bad_request(f"two tools have the same name, {_repeated(specs)!r}: rename one of them", "tools")
     form = tool_format(template)
     shown = [_shown(tool) for tool in request.tools]
     is_enforced = choice != "auto" or any(spec.is_strict for spec in specs)
@@ -66,7 +66,8 @@ def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
     if isinstance(choice, NamedTool):
         if choice.function.name not in tools:
             raise bad_request(
-                f"tool_choice names {choice.function.name!r}, which is not among the tools", "tool_choice"
+                f"tool_choice names {choice.function.name!r}, which is not among the tools: name one of them",
+                "tool_choice",
             )
         specs, many = [tools[choice.function.name]], False
     if choice != "auto":  # arguments of an enforced call follow their schema
@@ -93,6 +94,12 @@ def marker_ids(model: TextModel, markers: tuple[str, ...]) -> dict[str, int]:
 
 def _spec(tool: Tool) -> ToolSpec:
     return ToolSpec(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+
+
+def _repeated(specs: list[ToolSpec]) -> str:
+    """The first name that occurs twice."""
+    names = [spec.name for spec in specs]
+    return next(name for number, name in enumerate(names) if name in names[:number])
 
 
 def _shown(tool: Tool) -> dict[str, Any]:

@@ -133,7 +133,10 @@ def _with_reasoning(turn: Turn, tail: str) -> Turn:
     job.kept_tokens = frozenset(marker_ids(context.model, markers).values())
     if known is None:
         if request.thinking_budget is not None:
-            raise bad_request("the chat template of this model has no reasoning to limit", "thinking_budget")
+            raise bad_request(
+                "the chat template of this model has no reasoning to limit: leave thinking_budget out",
+                "thinking_budget",
+            )
         return turn
     has_grammar = job.params.grammar is not None
     is_closed = tail.rstrip().endswith(known.closing)
@@ -180,7 +183,7 @@ async def render(
     outcome = await context.templates.ask(task, tenant.share)
     if isinstance(outcome, Failed):
         slow = outcome.kind == KILLED
-        message = "the chat template takes too much time or memory" if slow else outcome.message
+        message = "the chat template takes too much time or memory: send shorter messages" if slow else outcome.message
         raise bad_request(message, "messages", "chat_template")
     return placeholders.parts(outcome.text)
 

@@ -78,7 +78,7 @@ def _chat(request: OllamaBase, messages: Sequence[OllamaMessage], context: Serve
     if request.think is not None and reasons:
         effort = {True: "medium", False: "none"}.get(request.think, request.think)  # type: ignore[arg-type]
     elif request.think:
-        raise bad_request(f"{context.name!r} does not support thinking", "think")
+        raise bad_request(f"{context.name!r} does not support thinking: leave think out", "think")
     tools = request.tools if isinstance(request, OllamaChatRequest) else None
     return p.ChatRequest(
         messages=_messages(messages),
