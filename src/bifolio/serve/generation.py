@@ -302,9 +302,7 @@ class Run:
 class Answer:
     """One choice, put together from its pieces."""
 
-    texts: list[str] = field(
-        default_factory=list
-    )  # of the pieces; a sum would be copied with each of them
+    texts: list[str] = field(default_factory=list)  # of the pieces; a sum would be copied with each of them
     token_ids: list[int] = field(default_factory=list)
     logprobs: Scores = field(default_factory=list)
     finish_reason: str | None = None
