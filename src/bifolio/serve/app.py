@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, send_error
 from bifolio.serve.context import ServerContext
+from bifolio.serve.encoding import JsonList
 from bifolio.serve.errors import ApiError, api_error, bad_request
 from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_json
@@ -164,14 +166,16 @@ class Handlers:
             raise bad_request("pass either prompt or messages")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
-            tokens = await chat_tokens(context, chat_request, ToolPlan(), tenant_of(scope))
+            tokens = array("i", await chat_tokens(context, chat_request, ToolPlan(), tenant_of(scope)))
         else:
-            (tokens,) = await context.tokenizers.encode([request.prompt or ""], request.add_special_tokens)
-        texts: list[str] = []
+            tokens = await context.tokenizers.encode_packed(request.prompt or "", request.add_special_tokens)
+        ids, texts = JsonList(), JsonList()  # without an object for each of a million tokens
         for first in range(0, len(tokens), TEXTS_AT_ONCE):
-            texts += [context.texts.text(token) for token in tokens[first : first + TEXTS_AT_ONCE]]
+            piece = tokens[first : first + TEXTS_AT_ONCE].tolist()
+            ids.extend(piece)
+            texts.extend([context.texts.text(token) for token in piece])
             await asyncio.sleep(0)
-        await send_json(send, r.Tokens(tokens, texts, len(tokens), context.max_model_len))
+        await send_json(send, r.Tokens(ids.raw(), texts.raw(), len(tokens), context.max_model_len))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context

@@ -250,7 +250,7 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
     if request.truncate is False:
         inputs = await context.tokenizers.encode(texts, True, context.max_model_len)
     else:
-        inputs = [tokens[: context.max_model_len] for tokens in await context.tokenizers.encode(texts, True)]
+        inputs = await context.tokenizers.encode_beginnings(texts, context.max_model_len)
     with context.admission(tenant_of(scope), len(inputs)):
         work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
         vectors = await unless_gone(work, receive, context.limits.request_timeout)
