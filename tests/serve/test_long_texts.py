@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from array import array
 from operator import methodcaller
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import msgspec
 import pytest
+from serving import running_server
 
 from bifolio.serve.encoding import JsonList, encode_json
 from bifolio.text.tokenizer import Tokenizer
@@ -54,3 +56,20 @@ def test_no_thread_allocates_between_the_objects_of_token_ids() -> None:
         thread.join()
         sys.setswitchinterval(interval)
     assert before <= seen[0] < before + len(encoding) // 2
+
+
+@pytest.mark.full
+def test_a_refused_text_is_freed_with_its_answer() -> None:
+    """Not by the collector, which may run minutes later."""
+    with running_server() as server, server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert http.post("/v1/completions", json={"prompt": "a b " * 20_000}).status_code == 400
+            server.on_loop(lambda: None)  # the handler of the last one has ended
+            kept = [found.f_code.co_name for found in gc.get_objects() if isinstance(found, FrameType)]
+        finally:
+            gc.enable()
+    assert "_check_fits" not in kept

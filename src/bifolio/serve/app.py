@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bifolio.errors import BifolioError, EngineFaultError, RequestError
+from bifolio.garbage import forget_frames
 from bifolio.serve import chat as chat_calls
 from bifolio.serve import completions as completion_calls
 from bifolio.serve import protocol as p
@@ -83,23 +84,12 @@ class Endpoint:
         metrics.open_responses.inc()
         try:
             await self._handler(scope, receive, observed)
-        except ApiError as error:
-            if not status and error.status != 499:
-                await send_error(observed, error, self._path)
-            status = error.status
-        except EngineFaultError as fault:
-            answer = api_error(fault)
-            if not status:
+        except Exception as error:
+            answer = _answer_to(error)
+            forget_frames(error)
+            if not status and answer.status != 499:
                 await send_error(observed, answer, self._path)
             status = answer.status
-        except RequestError as error:
-            await send_error(observed, bad_request(str(error)), self._path)
-        except Exception as error:
-            logger.exception("a handler failed")
-            if not status:
-                known = isinstance(error, BifolioError)
-                failure = ApiError(500, str(error) if known else "internal error", "internal_error")
-                await send_error(observed, failure, self._path)
         finally:
             metrics.open_responses.dec()
             metrics.responses.labels(self._path, str(status or 499)).inc()
@@ -301,6 +291,18 @@ def _file_handler(body: bytes, content_type: bytes) -> Handler:
         await send_bytes(send, body, content_type, headers=PAGE_HEADERS)
 
     return handler
+
+
+def _answer_to(error: Exception) -> ApiError:
+    """The answer to a request whose handler failed."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineFaultError):
+        return api_error(error)
+    if isinstance(error, RequestError):
+        return bad_request(str(error))
+    logger.exception("a handler failed")
+    return ApiError(500, str(error) if isinstance(error, BifolioError) else "internal error", "internal_error")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
