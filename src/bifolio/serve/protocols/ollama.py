@@ -273,11 +273,14 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
         raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
     began = time.perf_counter()
     texts = [request.input] if isinstance(request.input, str) else request.input
-    inputs, most = await context.tokenizers.encode(texts, True), context.max_model_len
-    if request.truncate is False and (longest := max(map(len, inputs))) > most:
-        message = f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
-        raise bad_request(message, "truncate", "context_length_exceeded")
-    inputs = [tokens[:most] for tokens in inputs]
+    most = context.max_model_len
+    if request.truncate is False:
+        inputs = await context.tokenizers.encode(texts, True, most)
+        if (longest := max(map(len, inputs))) > most:
+            message = f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
+            raise bad_request(message, "truncate", "context_length_exceeded")
+    else:
+        inputs = await context.tokenizers.encode_beginnings(texts, most)
     with context.admission(tenant_of(scope), len(inputs)):
         work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
         vectors = await unless_gone(work, receive, context.limits.request_timeout)
