@@ -35,22 +35,17 @@ SOURCES = Path(bifolio.__file__).parent
 PROMPT = [1, 5, 17, 42, 8, 3]
 PAPERCLIP = """
 from dataclasses import replace
-from functools import partial
 
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf
-from bifolio.model.huggingface.decoder_config import decoder_from_hf
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
 FAMILY = Family(
     name="paperclip",
     hf_types=("paperclip", "paperclip_text"),
     hf_class="PaperclipForCausalLM",
-    config_from_hf=partial(decoder_from_hf, embedding_scale=2.0),
+    network={"embedding_scale": 2.0},
     hf_names=replace(HF_LLAMA, down="mlp.shrink"),
     gguf_architectures=("clip",),
-    written_as="clip",
-    config_from_gguf=partial(decoder_from_gguf, embedding_scale=2.0),
     gguf_names=replace(GGUF_LLAMA, down="ffn_shrink"),
     gguf_interleaved=True,
 )

@@ -189,24 +189,27 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         ({"hidden_act": "relu6"}, UnsupportedModelError, "activation 'relu6'"),
         ({"rope_scaling": {"rope_type": "quantum", "factor": 2.0}}, UnsupportedModelError, "rope scaling 'quantum'"),
         ({"vocab_size": ...}, ModelFileError, "vocab_size"),
-        ({"vocab_size": "many"}, ModelFileError, "is not usable"),
-        ({"num_attention_heads": 0}, ModelFileError, "is not usable"),
-        ({"num_key_value_heads": 3}, ConfigError, "cannot share 3 key/value heads"),
-        ({"num_hidden_layers": -1}, ConfigError, "num_layers must be a positive"),
-        ({"rope_theta": -1}, ConfigError, "rope theta"),
-        ({"rope_theta": float("inf")}, ConfigError, "rope theta"),
-        ({"head_dim": 7}, ConfigError, "even number of rotated dimensions"),
-        ({"layer_types": 3}, ModelFileError, "is not usable"),
-        ({"rope_scaling": [1]}, ModelFileError, "is not usable"),
+        (
+            {"vocab_size": "many"},
+            ModelFileError,
+            "vocab_size is .many.: .* integer from 1 .* in a llama model",
+        ),
+        ({"num_attention_heads": 0}, ModelFileError, "num_attention_heads is 0: it must be an integer from 1"),
+        ({"num_key_value_heads": 3}, ModelFileError, "cannot share 3 key/value heads"),
+        ({"num_hidden_layers": -1}, ModelFileError, "num_hidden_layers is -1: it must be an integer from 1"),
+        ({"rope_theta": -1}, ModelFileError, "rope_theta is -1: it must be a positive number"),
+        ({"rope_theta": float("inf")}, ModelFileError, "rope_theta is inf: it must be a number"),
+        ({"head_dim": 7}, ModelFileError, "even number of rotated dimensions"),
+        ({"layer_types": 3}, ModelFileError, "layer_types is 3: it must be a list of texts in a qwen2 model"),
+        ({"rope_scaling": [1]}, ModelFileError, r"rope_scaling is \[1\]: it must be an object"),
     ],
 )
 def test_a_configuration_that_cannot_be(folder: Path, changes: dict[str, Any], error: type, message: str) -> None:
     if "layer_types" in changes:
         changes = {**changes, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
     edit_config(folder, **changes)
-    with pytest.raises((error, ModelFileError, ConfigError), match=message) as caught:
+    with pytest.raises(error, match=message):
         load_model(folder)
-    assert isinstance(caught.value, error | ConfigError)
 
 
 def test_model_config_checks_its_lists() -> None:

@@ -222,7 +222,7 @@ def test_the_tensors_of_a_head() -> None:
         ({"logit_softcap": 30.0}, "logit_softcap"),
         ({"attention_softcap": 30.0}, "attention_softcap"),
         ({"attention_scale": 0.3}, "attention_scale"),
-        ({"layer_window": (8, None)}, "layer_window"),
+        ({"layer_window": (8, None)}, "layers.window"),
         ({"layer_rope": (0, None)}, "layer_rope"),
         ({"residual_scale": 0.5}, "residual_scale"),
         ({"embedding_scale": 2.0}, "embedding_scale"),
