@@ -100,21 +100,30 @@ def open_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.array(tensor.dequantize()) for name, tensor in tensors.items()}
 
 
-def test_a_made_up_family_is_listed_among_the_supported_ones(paperclip: None) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not .*: .*paperclip, paperclip_text, phi, phi3"):
-        family_of_hf("mamba")
-    with pytest.raises(UnsupportedModelError, match=r"m\.gguf: the architecture 'mamba' is not .*: .*clip, .*gemma3"):
-        family_of_gguf("mamba", "m.gguf")
+def test_a_made_up_family_is_named_for_similar_names(paperclip: None) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'paperclips' is not .*similar: paperclip, paperclip_text; docs"):
+        family_of_hf("paperclips")
+    with pytest.raises(UnsupportedModelError, match=r"m\.gguf: the architecture 'clipp' is not .*similar: clip; docs"):
+        family_of_gguf("clipp", "m.gguf")
 
 
-def test_unknown_names_are_refused_with_the_list(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"None is not supported; .*gemma3, gemma3_text, .*gpt2, .*llama"):
-        family_of_hf(None)
+def test_unknown_names_are_refused_with_the_nearest_ones_and_the_place_of_the_list(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"'qwen3_mo' is not .*similar: qwen3_moe, .*; docs/models.md lists"
+    ):
+        family_of_hf("qwen3_mo")
+    for name in (None, "xyz", ["llama"] * 100):
+        with pytest.raises(
+            UnsupportedModelError, match=r"is not supported.*; docs/models.md lists all that are"
+        ) as found:
+            family_of_hf(name)
+        assert "llama, " not in str(found.value).partition("is not supported")[2]
+    assert all(f"`{family.hf_types[0]}`" in (DOCS / "models.md").read_text("utf-8") for family in all_families())
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
         family_of(ModelConfig("mamba", 10, 16, 2, 2, 1, 8, 16, 32, ropes=(RopeConfig(rotary_dim=8),)))
     content = k_quant_llama(tmp_path / "k.gguf").read_bytes().replace(b"llama", b"lambs")
     (tmp_path / "k.gguf").write_bytes(content)
-    with pytest.raises(UnsupportedModelError, match=r"k\.gguf: the architecture 'lambs' is not supported; .*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"k\.gguf: the architecture 'lambs' is not supported.*; docs"):
         load_model(tmp_path / "k.gguf")
 
 
