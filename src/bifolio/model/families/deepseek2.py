@@ -146,6 +146,11 @@ def method(values: Reading) -> str:
 
 
 def write_method(values: Writing) -> dict[str, Any]:
+    """DeepSeek-V3 has a bias and sigmoids, V2 neither, and its weights do not add up to 1."""
+    if (values["moe.scoring"] == "sigmoid") != values["moe.selection_bias"]:
+        raise values.refusal(f"moe.scoring = {values['moe.scoring']!r}")
+    if values["moe.renormalise"] and not values["moe.selection_bias"]:
+        raise values.refusal("chosen experts that add up to 1, and no bias")
     if values["moe.selection_bias"]:
         third = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
         return {**third, "topk_method": BIASED}
