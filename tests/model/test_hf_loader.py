@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig, RopeConfig, layers_of
 from bifolio.errors import ConfigError, ModelFileError, RequestError, UnsupportedModelError
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.hf_loader import load_folder
@@ -213,10 +213,12 @@ def test_model_config_checks_its_lists() -> None:
     rope = (RopeConfig(rotary_dim=8),)
     with pytest.raises(ConfigError, match="needs a rope"):
         ModelConfig(*sizes)
-    with pytest.raises(ConfigError, match="layer_window has 3 entries for 2 layers"):
-        ModelConfig(*sizes, ropes=rope, layer_window=(1, 2, 3))
+    with pytest.raises(ConfigError, match="layers has 3 entries for 2 layers"):
+        ModelConfig(*sizes, ropes=rope, layers=layers_of(3, window=(1, 2, 3)))
+    with pytest.raises(ConfigError, match="window has 3 entries for 2 layers"):
+        layers_of(2, window=(1, 2, 3))
     with pytest.raises(ConfigError, match="does not exist"):
-        ModelConfig(*sizes, ropes=rope, layer_rope=(0, 1))
+        ModelConfig(*sizes, ropes=rope, layers=layers_of(2, rope=(0, 1)))
 
 
 def test_gemma_inside_a_multimodal_configuration() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bifolio.config import ModelConfig
+from bifolio.config import ModelConfig, layers_of
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.fields import FIRST, KINDS, LIMITS, PARTS, POSITIVE, REQUIRED, Entry, Side, is_same, usual
 from bifolio.model.gguf.header import Header
@@ -111,27 +111,9 @@ def read_network(family: Family, source: JsonObject | Header) -> ModelConfig:
         found[""] |= {"rope_interleaved": family.gguf_interleaved}
         if "recurrent" in found:
             found["recurrent"]["tiled"] = family.gguf_tiled
-    return _network(found)
-
-
-def _network(found: dict[str, dict[str, Any]]) -> ModelConfig:
-    values, layers = found.pop(""), found.pop("layers")
-    count = values["num_layers"]
-
-    def numbers(name: str, wanted: bool = True) -> tuple[int, ...]:
-        return tuple(n for n, value in enumerate(usual(name, layers[name], count)) if value is wanted)
-
-    if "recurrent" in found:
-        found["recurrent"] |= {"layers": numbers("recurrent"), "attention_layers": numbers("attention")}
-        found["recurrent"]["mlp_layers"] = numbers("mlp") if layers["mlp"] else None
-    if "moe" in found:
-        found["moe"]["dense_layers"] = numbers("dense")
-    for name in ("window", "rope", "head_dim", "kv_heads", "mlp_size", "cutoff"):
-        values[f"layer_{name}"] = layers[name]
-    sources = enumerate(layers["kv_source"])
-    values["kv_sources"] = tuple(layer if source is None else source for layer, source in sources)
-    values["keys_as_values"] = numbers("keys_as_values")
-    return ModelConfig(**values, **{part: PARTS[part](**own) for part, own in found.items()})
+    values_of_model, layers = found.pop(""), found.pop("layers")
+    values_of_model["layers"] = layers_of(values_of_model["num_layers"], **layers)
+    return ModelConfig(**values_of_model, **{part: PARTS[part](**own) for part, own in found.items()})
 
 
 class Writing:
@@ -147,25 +129,9 @@ class Writing:
     def __getitem__(self, place: str) -> Any:
         part, _, name = place.rpartition(".")
         if part == "layers":
-            return self._by_layer(name)
+            return tuple(getattr(layer, name) for layer in self.config.layers)
         owner = getattr(self.config, part) if part else self.config
         return None if owner is None else getattr(owner, name)
-
-    def _by_layer(self, name: str) -> tuple[Any, ...]:
-        config, own = self.config, self.config.recurrent
-        marked: dict[str, tuple[int, ...]] = {
-            "attention": config.attention_layers,
-            "recurrent": () if own is None else own.layers,
-            "mlp": tuple(layer for layer in self.layers if config.has_mlp(layer)),
-            "dense": () if config.moe is None else config.moe.dense_layers,
-            "keys_as_values": config.keys_as_values,
-        }
-        if name in marked:
-            return tuple(layer in marked[name] for layer in self.layers)
-        if name == "kv_source":
-            sources = (config.kv_source(layer) for layer in self.layers)
-            return tuple(None if source == layer else source for layer, source in enumerate(sources))
-        return usual(name, getattr(config, f"layer_{name}"), config.num_layers)
 
     def writes(self, key: str) -> bool:
         """Whether the family writes the key also with its default."""

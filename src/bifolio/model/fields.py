@@ -26,6 +26,7 @@ from bifolio.config import (
     StreamConfig,
 )
 from bifolio.expert_config import EXPERT_LIMITS
+from bifolio.layer_config import USUAL
 from bifolio.recurrent_config import RECURRENT_LIMITS
 from bifolio.stream_config import MOST_COLUMNS, MOST_STREAMS
 
@@ -43,16 +44,7 @@ PARTS: dict[str, Any] = {
     "streams": StreamConfig,
 }
 FIRST = {part: f"{part}.{fields(owner)[0].name}" for part, owner in PARTS.items()}
-# The usual values of a layer.
-LAYER: dict[str, Any] = {
-    "window": None, "rope": 0, "head_dim": None, "kv_heads": None, "mlp_size": None, "cutoff": None, "kv_source": None,
-    "keys_as_values": False, "attention": True, "recurrent": False, "mlp": True, "dense": False,
-}  # fmt: skip
-_SET_BY_FAMILY = {"architecture", "rope_interleaved", "norm_offset", "recurrent.tiled", *PARTS}
-_OF_LAYERS = {
-    "layer_rope", "layer_window", "layer_head_dim", "layer_kv_heads", "layer_mlp_size", "layer_cutoff", "kv_sources",
-    "keys_as_values", "recurrent.layers", "recurrent.attention_layers", "recurrent.mlp_layers", "moe.dense_layers",
-}  # fmt: skip
+_SET_BY_FAMILY = {"architecture", "rope_interleaved", "norm_offset", "recurrent.tiled", "layers", *PARTS}
 
 LIMITS = {place: (1, most) for place, most in MODEL_LIMITS.items()}  # least and most values of integers
 LIMITS |= {f"moe.{name}": (1, most) for name, most in EXPERT_LIMITS.items()}
@@ -165,7 +157,7 @@ def table(side: Side, *changes: Iterable[Field]) -> Table:
 
 def usual(name: str, values: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
     """The values of all layers, also where they are the usual one."""
-    return values or (LAYER[name],) * num_layers
+    return values or (USUAL[name],) * num_layers
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -190,9 +182,9 @@ def _places() -> Iterable[tuple[str, type, Any]]:
                 *get_args(hints[each.name]),
             }
             kind = next((kind for kind in (bool, float, int, str) if kind in kinds), tuple)
-            if place not in _SET_BY_FAMILY | _OF_LAYERS:
+            if place not in _SET_BY_FAMILY:
                 yield place, kind, default
-    for name in LAYER:
+    for name in USUAL:
         yield f"layers.{name}", tuple, ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig
+from bifolio.config import LayerConfig, ModelConfig, RecurrentConfig, RopeConfig
 from bifolio.model.description import Reading
 from bifolio.model.families.family import Family, fresh_decoder
 from bifolio.model.fields import Field, Form, Key
@@ -69,14 +69,8 @@ def fresh_config(*, hidden_size: int, num_heads: int, num_layers: int, **sizes: 
         num_layers=num_layers,
         qk_norm=True,
         ropes=(RopeConfig(THETA, hidden_size // num_heads),),
-        recurrent=RecurrentConfig(
-            "conv",
-            layers=tuple(layer for layer in range(num_layers) if layer not in attention),
-            attention_layers=attention,
-            width=WIDTH,
-            channels=hidden_size,
-            has_norm=False,
-        ),
+        layers=tuple(LayerConfig(attention=n in attention, recurrent=n not in attention) for n in range(num_layers)),
+        recurrent=RecurrentConfig("conv", width=WIDTH, channels=hidden_size, has_norm=False),
         **sizes,
     )
 

@@ -8,7 +8,7 @@ from bifolio.model.families.family import Family
 
 def folder_family(config: ModelConfig) -> str:
     """The family whose folders describe a network of the architecture `llama`."""
-    windows = set(config.layer_window) or {None}
+    windows = {layer.window for layer in config.layers}
     family = "llama" if windows == {None} else "ministral" if None in windows else "mistral"
     return family if config.moe is None else "mixtral"
 

@@ -24,6 +24,6 @@ FAMILY = Family(
     hf_defaults={"rms_norm_eps": 1e-5},
     hf_always=("attention_bias",),
     hf_names=HF_NAMES,
-    folder_family=lambda config: "olmo3" if config.layer_window else "olmo2",
+    folder_family=lambda config: "olmo3" if any(layer.window for layer in config.layers) else "olmo2",
     gguf_architectures=("olmo2",),
 )
