@@ -73,6 +73,16 @@ def test_every_family_has_a_file_of_its_name_and_lines_in_the_table() -> None:
     assert described | ROWS.keys() >= {family.name for family in all_families() if family.gguf_architectures}
 
 
+DENSE = ("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "internlm3", "llama",
+         "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss",
+         "stablelm", "starcoder2")  # fmt: skip
+
+
+def test_a_family_like_llama_is_short() -> None:
+    lines = {name: len((SOURCES / "model" / "families" / f"{name}.py").read_text().splitlines()) for name in DENSE}
+    assert {name: count for name, count in lines.items() if count > 25} == {}
+
+
 def test_a_made_up_family_is_loaded_from_a_folder_and_from_a_gguf_file(paperclip: None, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "m", tokenizer=True)
     config = json.loads((folder / "config.json").read_text())

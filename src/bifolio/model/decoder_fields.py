@@ -65,6 +65,15 @@ def usual_scale(values: Values) -> float:
     return 1 / math.sqrt(values["head_dim"])
 
 
+def or_one(factor: float) -> float:
+    """A factor of GGUF files, which is 0 where there is none."""
+    return factor or 1.0
+
+
+def inverse(factor: float) -> float:
+    return 1 / factor
+
+
 def stored_scale(key: str, default: float) -> Form:
     """The factor of scores under a key of config.json."""
     return Form(lambda v: v.json.number(key, default), lambda v: {key: v.config.scale})

@@ -4,8 +4,8 @@ from bifolio.model.families.cohere2 import FIELDS, NETWORK
 from bifolio.model.families.family import Family
 from bifolio.model.fields import Field, Key
 
-HEAD_NORMS = "Command R+, whose heads have layer norms of their own, is not supported"
 CONTEXT = Key(("model_max_length", "max_position_embeddings"), written="max_position_embeddings")
+HEAD_NORMS = "Command R+, whose heads have layer norms of their own, is not supported"
 
 FAMILY = Family(
     name="cohere",
@@ -19,8 +19,7 @@ FAMILY = Family(
     hf_always=("attention_bias",),
     hf_written={"use_qk_norm": False},
     hf_refused={"use_qk_norm": HEAD_NORMS},
-    hf_interleaved=True,
     gguf_architectures=("command-r",),
     gguf_refused={"blk.0.attn_q_norm.weight": HEAD_NORMS},
-    gguf_interleaved=True,
+    hf_interleaved=True, gguf_interleaved=True,
 )  # fmt: skip

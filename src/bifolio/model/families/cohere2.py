@@ -1,15 +1,13 @@
-"""Command R7B, Command A and Aya (Cohere 2): attention and MLP side by side on one layer norm without a bias.
+"""Command R7B, Command A (Cohere 2): attention and MLP side by side; one of four layers has no window and no rope."""
 
-Three of four layers have a window and rope on neighbouring pairs; the fourth has neither. Logits are scaled.
-"""
-
+from bifolio.model.decoder_fields import or_one
 from bifolio.model.families.family import Family
 from bifolio.model.fields import Field, Key
 from bifolio.model.window_fields import BY_TYPE, LOCAL_POSITIONS
 
 NETWORK = {"norm": "layer", "norm_bias": False, "parallel_block": True}
 NORM_EPS = Field("norm_eps", hf=Key("layer_norm_eps", default=1e-5))
-FIELDS = (NORM_EPS, Field("logit_scale", hf="logit_scale", gguf=Key("logit_scale", read=lambda scale: scale or 1.0)))
+FIELDS = (NORM_EPS, Field("logit_scale", hf="logit_scale", gguf=Key("logit_scale", read=or_one)))
 
 FAMILY = Family(
     name="cohere2",

@@ -1,15 +1,11 @@
-"""OLMo 2: norms on the outputs of attention and MLP only, and on all query and key heads of a token together.
-
-GGUF files of OLMo 3 have the same architecture, with windows.
-"""
+"""OLMo 2: norms on the outputs of attention and MLP, and on all heads of a token. GGUF files of OLMo 3 have it, too."""
 
 from dataclasses import replace
 
 from bifolio.model.families.family import Family
-from bifolio.model.fields import Field, Form
-from bifolio.model.gguf.rope_fields import read_rope, rope_entries
+from bifolio.model.fields import Field
+from bifolio.model.gguf.rope_fields import PLAIN_IN_WINDOWS
 from bifolio.model.tensor_names import HF_LLAMA
-from bifolio.model.window_fields import plain_in_windows
 
 NETWORK = {"qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True}
 HF_NAMES = replace(HF_LLAMA, post_attention_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm")
@@ -17,7 +13,7 @@ HF_NAMES = replace(HF_LLAMA, post_attention_norm="post_attention_layernorm", pos
 FAMILY = Family(
     name="olmo2",
     network=NETWORK,
-    fields=(Field("ropes", gguf=Form(lambda v: plain_in_windows(v, read_rope(v)), rope_entries)),),
+    fields=(Field("ropes", gguf=PLAIN_IN_WINDOWS),),
     window_period=4,
     hf_types=("olmo2",),
     hf_class="Olmo2ForCausalLM",

@@ -10,8 +10,10 @@ import numpy as np
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.description import Reading, Writing
+from bifolio.model.fields import Form
 from bifolio.model.gguf.header import Header
 from bifolio.model.weights import inverse_frequencies
+from bifolio.model.window_fields import plain_in_windows
 from bifolio.quant.tensor import QuantizedTensor
 
 
@@ -92,6 +94,9 @@ def rope_entries(values: Writing) -> dict[str, Any]:
     if rope.scaling == "longrope":
         entries["rope.scaling.attn_factor"] = rope.attention_factor
     return entries
+
+
+PLAIN_IN_WINDOWS = Form(lambda v: plain_in_windows(v, read_rope(v)), rope_entries)
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, QuantizedTensor]:
