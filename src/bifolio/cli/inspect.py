@@ -231,7 +231,7 @@ def memory_plan(
 
 def architecture_lines(config: ModelConfig) -> list[str]:
     """The network in words."""
-    windows = sorted({window for window in config.layer_window if window is not None})
+    windows = sorted({layer.window for layer in config.layers if layer.window is not None})
     sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
     mlp_sizes = " or ".join(map(str, sorted({config.mlp_size(layer) for layer in range(config.num_layers)})))
     return [
@@ -251,7 +251,8 @@ def expert_lines(config: ModelConfig) -> list[str]:
     if moe is None:
         return []
     shared = f", one shared MLP of {moe.shared_size}" if moe.shared_size else ""
-    plain = f"; plain MLPs in {len(moe.dense_layers)} layers" if moe.dense_layers else ""
+    dense = sum(layer.dense for layer in config.layers)
+    plain = f"; plain MLPs in {dense} layers" if dense else ""
     return [
         f"{moe.num_experts} experts of {moe.expert_size} in a layer, {moe.top_k} for a token{shared}{plain}",
         f"{config.num_active_parameters:,} parameters active for a token",
@@ -289,7 +290,7 @@ def recurrent_lines(config: ModelConfig) -> list[str]:
     kind = {"conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2"}[own.kind]
     size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
     return [
-        f"attention in {len(own.attention_layers)} layers, {kind} in {len(own.layers)}{size}, "
+        f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}, "
         f"convolutions of {own.channels} channels over {own.width} tokens"
     ]
 

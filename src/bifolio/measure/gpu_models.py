@@ -12,7 +12,7 @@ import torch
 
 from bifolio.api.llm import LLM
 from bifolio.cache.storage import CacheLayout
-from bifolio.config import KVDtype, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
+from bifolio.config import KVDtype, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig, layers_of
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_dtypes import DTYPES
@@ -29,7 +29,7 @@ def _decoder(
     architecture: str,
     vocab: int,
     hidden: int,
-    layers: int,
+    count: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -41,7 +41,7 @@ def _decoder(
         architecture=architecture,
         vocab_size=vocab,
         hidden_size=hidden,
-        num_layers=layers,
+        num_layers=count,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -52,20 +52,21 @@ def _decoder(
     )
 
 
-def _delta_nets(layers: int) -> RecurrentConfig:
+def _delta_nets(layers: int) -> dict[str, Any]:
     """Gated delta nets of 32 heads in three of four layers."""
-    attention = tuple(range(3, layers, 4))
-    return RecurrentConfig(
-        "delta",
-        layers=tuple(layer for layer in range(layers) if layer not in attention),
-        attention_layers=attention,
-        width=4,
-        channels=64 * 128,
-        heads=32,
-        groups=16,
-        key_size=128,
-        value_size=128,
-    )
+    attends = [layer % 4 == 3 for layer in range(layers)]
+    sizes: dict[str, Any] = {
+        "width": 4,
+        "channels": 64 * 128,
+        "heads": 32,
+        "groups": 16,
+        "key_size": 128,
+        "value_size": 128,
+    }
+    return {
+        "recurrent": RecurrentConfig("delta", **sizes),
+        "layers": layers_of(layers, attention=attends, recurrent=[not has for has in attends]),
+    }
 
 
 SHAPES = {
@@ -85,16 +86,17 @@ SHAPES = {
     "gpt-oss-20b": _decoder(
         "gptoss", 201088, 2880, 24, 64, 8, 64, 2880,
         RopeConfig(1.5e5, 64, "yarn", 32.0, 4096, attention_factor=1.3466, truncate=False),
-        layer_window=(128, None) * 12, qkv_bias=True, output_bias=True, sinks=True, activation="swiglu_clamped",
+        layers=layers_of(24, window=(128, None) * 12), qkv_bias=True, output_bias=True, sinks=True,
+        activation="swiglu_clamped",
         moe=MoeConfig(32, 4, 2880, renormalise=True, router_bias=True, expert_bias=True),
     ),
     "qwen3.5-9b": _decoder(
         "qwen35", 248320, 4096, 32, 16, 4, 256, 12288, RopeConfig(1e7, 64), qk_norm=True, norm_eps=1e-6,
-        norm_offset=1.0, attention_gate=True, recurrent=_delta_nets(32),
+        norm_offset=1.0, attention_gate=True, **_delta_nets(32),
     ),
     "qwen3-next-half": _decoder(  # 24 of its 48 layers, so that bf16 fits
         "qwen3next", 151936, 2048, 24, 16, 2, 256, 5120, RopeConfig(1e7, 64), qk_norm=True, norm_eps=1e-6,
-        norm_offset=1.0, attention_gate=True, recurrent=_delta_nets(24),
+        norm_offset=1.0, attention_gate=True, **_delta_nets(24),
         moe=MoeConfig(512, 10, 512, renormalise=True, shared_size=512, shared_gate=True),
     ),
     "tiny": _decoder("llama", 512, 64, 2, 4, 2, 16, 192, RopeConfig(1e4, 16), tie_embeddings=True),
@@ -141,11 +143,9 @@ def random_weights(
 def shape_config(shape: str, num_layers: int | None = None) -> ModelConfig:
     config = SHAPES[shape]
     count = num_layers or config.num_layers
-    own = config.recurrent
-    if own is not None and num_layers is not None:
-        own = _delta_nets(max(num_layers, 4))
-        count = max(num_layers, 4)
-    return replace(config, num_layers=count, layer_window=config.layer_window[:count], recurrent=own)
+    if config.recurrent is not None:  # one of four layers has attention
+        count = max(count, 4)
+    return replace(config, num_layers=count, layers=config.layers[:count])
 
 
 def weight_bytes(config: ModelConfig, sequences: int = 1) -> float:
