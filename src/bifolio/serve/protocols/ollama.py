@@ -277,7 +277,9 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
     if request.truncate is False:
         inputs = await context.tokenizers.encode(texts, True, most)
         if (longest := max(map(len, inputs))) > most:
-            message = f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
+            message = (
+                f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
+            )
             raise bad_request(message, "truncate", "context_length_exceeded")
     else:
         inputs = await context.tokenizers.encode_beginnings(texts, most)
