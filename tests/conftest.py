@@ -36,6 +36,7 @@ class Collected:
 COLLECTED = pytest.StashKey[Collected]()
 MOST_WORKERS = 8  # each of them collects all tests
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the package `benchmarks`, which is not installed
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: torch and numpy must not start a thread on each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
