@@ -23,7 +23,7 @@ from benchmarks.rows import Row, select
 from benchmarks.runner import Plan, Runner, failures, new_results
 from benchmarks.table import table
 from benchmarks.workload_list import WORKLOADS
-from benchmarks.workloads import Decode, Trial, Workload
+from benchmarks.workloads import Decode, NoiseError, Trial, Workload
 from bifolio.errors import ConfigError
 
 
@@ -84,6 +84,34 @@ def test_decode_counts_the_tokens_after_the_first() -> None:
     rate = Decode("", "tok/s", count=4, context=9, new=8).run(Trial(engine, 1, lambda: engine.now))  # type: ignore[arg-type]
     assert rate == pytest.approx(4 / 1e-3)
     assert Decode("", "ms/token", new=8).run(Trial(engine, 1, lambda: engine.now)) == pytest.approx(1.0)  # type: ignore[arg-type]
+
+
+def test_a_difference_that_noise_turned_around_is_no_figure() -> None:
+    class Backwards:
+        """Takes a second less for every further call."""
+
+        vocab_size = 100
+
+        def __init__(self, num_wrong: int) -> None:
+            self.now, self.calls, self.num_wrong = 0.0, 0, num_wrong
+
+        def reserve(self, sequences: int, length: int) -> None: ...
+
+        def prepare(self, asks: list[Ask]) -> object:
+            def call() -> Done:
+                self.calls += 1
+                is_wrong = self.calls <= 1 + 2 * self.num_wrong
+                self.now += 100.0 - self.calls if is_wrong else 1.0 * asks[0].max_tokens
+                return Done([[1] * ask.max_tokens for ask in asks])
+
+            return call
+
+    disturbed = Backwards(2)
+    rate = Decode("", "tok/s", new=8).run(Trial(disturbed, 1, lambda: disturbed.now))  # type: ignore[arg-type]
+    assert rate == pytest.approx(1.0)
+    hopeless = Backwards(100)
+    with pytest.raises(NoiseError, match="the machine is too busy"):
+        Decode("", "tok/s", new=8).run(Trial(hopeless, 1, lambda: hopeless.now))  # type: ignore[arg-type]
 
 
 @pytest.mark.full
