@@ -1,4 +1,4 @@
-"""`docs/performance.md`, and the table of README.md, from the committed results.
+"""`docs/performance.md`, and the figures of README.md, from the committed results.
 
     python -m benchmarks docs            # write both
     python -m benchmarks docs --check    # exit code 1 if one of them is not up to date
@@ -14,10 +14,10 @@ from pathlib import Path
 from benchmarks.processes import ROOT
 from benchmarks.results import FOLDER, OURS, ResultRow, Results
 from benchmarks.table import figure, line, percent, times
+from bifolio.errors import ConfigError
 
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 MOST_COLUMNS = 2  # beside ours; more share one column
 PICTURES = {  # file: (results, caption)
     "peers-gpu.png": (("10", "11", "12", "13"), "Speeds of bifolio and vLLM on an H200"),
@@ -130,42 +130,38 @@ def joined(row: ResultRow, columns: Sequence[str]) -> str:
 
 
 # -- README.md ---------------------------------------------------------------------------------------------------------
-# Lines of the table: title, file, rows, the other column; the figures are the smallest and the largest ratio.
-SPEEDS = ("decode1", "decode1@4096", "decode16")
+PHASES = ("prefill 512", "decode, 1 sequence", "decode, 16 sequences")
+# Lines of the table of README.md that quote figures: (first cell, file, model, beginnings of the titles of its rows).
 QUOTED = (
-    ("vLLM 0.26, H200, Qwen3-1.7B shape: prompts of 8,000 to 32,000 tokens", ("11",),
-     ("prompt8k", "prompt16k", "prompt32k", "continued"), "vllm"),
-    ("vLLM 0.26, H200, 256 greedy requests, shapes of 0.6B, 1.7B and 8B", ("11", "12", "13"), ("greedy256",), "vllm"),
-    ("vLLM 0.26, H200, one sequence, the same shapes", ("11", "12", "13"), ("single",), "vllm"),
-    ("llama.cpp, 2 cores of an Arm server, S and M in Q8_0 and Q4_0: prefill", ("20",), ("prefill512",), "llama.cpp"),
-    ("llama.cpp, the same: decode", ("20",), SPEEDS, "llama.cpp"),
-    ("llama.cpp or OpenVINO, 2 threads of a Xeon with AMX, S and M: decode", ("21",), SPEEDS, "*"),
+    ("8B in bf16 on an H200, 256 requests: tokens/s ¹", "13", "llama-8b", ("256 requests, in and out 100–1024",)),
+    ("the same model, one sequence: ms a token ¹", "13", "llama-8b", ("one sequence, prompt 128",)),
+    ("1.1B in Q4_K_M, 2 cores with AVX-512, tokens/s: prompt of 512; 1 sequence; 16 sequences ²", "24",
+     "T-q4_k_m, AVX-512", PHASES),
+    ("the same model, 8 threads with AMX ²", "22", "T-q4_k_m, 8 threads", PHASES),
 )  # fmt: skip
+COLUMNS = (OURS, "llama.cpp", "vllm")
 
 
-def quoted(runs: Sequence[tuple[str, Results]]) -> str:
-    """The table of README.md: how many times as fast as another engine bifolio is."""
-    lines = [line(["compared with", "times as fast", "rows"]), line(["---", "---", "---"])]
-    for title, files, workloads, column in QUOTED:
-        rows = [row for name, results in runs if name.startswith(files) for row in results.rows]
-        rows = [row for row in rows if row.row.partition("/")[2] in workloads and not _is_unquantised(row, column)]
-        pairs = [(row, name) for row in rows for name in row.columns if name == column or column == "*"]
-        ratios = [ratio for row, name in pairs if not name.startswith(OURS) and (ratio := row.advantage(name))]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
-        lines.append(line([title, spread, str(len(ratios))]))
-    return "\n".join(lines)
+def quoted(runs: Sequence[tuple[str, Results]]) -> dict[str, str]:
+    """First cell -> line, of the lines of README.md that quote figures."""
+    lines = {}
+    for label, file, model, titles in QUOTED:
+        own = [row for name, results in runs if name.startswith(file) for row in results.rows if row.model == model]
+        rows = [next(row for row in own if row.title.startswith(title)) for title in titles]
+        cells = ["; ".join(figure(row, column, passes=False) for row in rows) for column in COLUMNS]
+        lines[label] = line([label, *(cell.strip("; ") for cell in cells)])
+    return lines
 
 
-def _is_unquantised(row: ResultRow, column: str) -> bool:
-    return column == "llama.cpp" and row.model.endswith(("f16", "bf16"))
-
-
-def with_quotes(text: str, table_text: str) -> str:
-    """README.md with the table between its marks; without marks it is unchanged."""
-    if BEGIN not in text or END not in text:
-        return text
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table_text}\n{END}{rest.partition(END)[2]}"
+def with_quotes(text: str, lines: dict[str, str]) -> str:
+    """README.md with these lines in the place of those that begin with the same cell."""
+    labels = {each.split(" | ")[0].removeprefix("| "): number for number, each in enumerate(text.split("\n"))}
+    found = text.split("\n")
+    for label, new in lines.items():
+        if label not in labels:
+            raise ConfigError(f"README.md has no line {label!r}: change QUOTED in benchmarks/docs.py")
+        found[labels[label]] = new
+    return "\n".join(found)
 
 
 def committed() -> list[tuple[str, Results]]:

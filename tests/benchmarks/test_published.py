@@ -1,4 +1,4 @@
-"""Published figures: `docs/performance.md` and the table of README.md are those of `benchmarks/results`."""
+"""Published figures: `docs/performance.md` and the figures of README.md are those of `benchmarks/results`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.docs import BEGIN, END, committed, outdated, page, quoted, with_quotes
+from benchmarks.docs import committed, outdated, page, quoted, with_quotes
 from benchmarks.plot import plot
 from benchmarks.results import Cell, ResultRow, Results
 from benchmarks.table import number, table
@@ -57,11 +57,13 @@ def test_numbers_have_three_or_four_digits() -> None:
     ]
 
 
-def test_the_table_of_the_readme_stands_between_marks() -> None:
-    text = with_quotes(f"a\n{BEGIN}\nold\n{END}\nb", "new")
-    assert text == f"a\n{BEGIN}\nnew\n{END}\nb"
-    assert with_quotes("no marks", "new") == "no marks"
-    assert "| vLLM 0.26, H200, 256 greedy requests" in quoted(committed())
+def test_the_readme_quotes_figures_of_the_results() -> None:
+    lines = quoted(committed())
+    assert lines["the same model, one sequence: ms a token ¹"].endswith("| 3.65 |  | 4.94 |")
+    text = "# Title\n| a | 1 | 2 | 3 |\n| b | 1 | 2 | 3 |\n"
+    assert with_quotes(text, {"b": "| b | 4 | 5 | 6 |"}) == "# Title\n| a | 1 | 2 | 3 |\n| b | 4 | 5 | 6 |\n"
+    with pytest.raises(ConfigError, match=r"README\.md has no line 'c'"):
+        with_quotes(text, {"c": "| c |"})
 
 
 @pytest.mark.full

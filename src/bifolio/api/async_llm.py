@@ -208,7 +208,7 @@ class AsyncLLM:
         request_id: str | None,
     ) -> tuple[list[Request], _Channel]:
         """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
-        inputs = await asyncio.to_thread(lambda: [self.llm.prompt_tokens(prompt) for prompt in batch])
+        inputs, each = await asyncio.to_thread(lambda: self.llm.resolved(batch, each))
         ids = [f"async-{next(self._ids)}" for _ in batch]
         if request_id is not None:
             ids = [request_id if not number else f"{request_id}-{number}" for number in range(len(batch))]

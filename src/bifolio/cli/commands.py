@@ -90,11 +90,10 @@ class Command:
     help: str
     epilog: str
 
-    def run(self, program: str, arguments: Sequence[str]) -> None:
-        parser = _parser(program, self.help, self.epilog)
-        values, written = OptionValues.of(program), parameters_of(self.function)
-        words = _literal_tail(arguments)
-        in_full, num_hidden = HELP_ALL in words, sum(notes_of(parameter)[1].advanced for parameter, _ in written)
+    def parser(self, program: str, values: OptionValues, in_full: bool) -> argparse.ArgumentParser:
+        """The parser of the verb, with the given values as defaults; `in_full`: its help has the advanced options."""
+        parser, written = _parser(program, self.help, self.epilog), parameters_of(self.function)
+        num_hidden = sum(notes_of(parameter)[1].advanced for parameter, _ in written)
         shown = f"Show all options, {num_hidden} more, and exit." if num_hidden and not in_full else argparse.SUPPRESS
         parser.add_argument(HELP_ALL, action="help", help=shown)
         headings: dict[str, Any] = {}
@@ -103,12 +102,17 @@ class Command:
             if section is None and group is not None:
                 section = headings[group.name] = parser.add_argument_group(group.annotation.HEADING)
             _add(section, parameter, values, in_full)
-        values.check_all_used()
         parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
+        return parser
+
+    def run(self, program: str, arguments: Sequence[str]) -> None:
+        words, values = _literal_tail(arguments), OptionValues.of(program)
+        parser = self.parser(program, values, HELP_ALL in words)
+        values.check_all_used()
         _refuse_unknown(parser, words)
         given = vars(parser.parse_intermixed_args(words))
         try:
-            self.function(**_arguments(written, given))
+            self.function(**_arguments(parameters_of(self.function), given))
         except BadParameter as error:
             parser.error(str(error))
 

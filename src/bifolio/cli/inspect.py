@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 HELP = """Show a model's architecture, metadata, tensors, formats, sizes and memory plan.
 
-The plan is made from the file's header: nothing is allocated, and a model that does not fit can be looked at."""
+The plan is made from the file's header: nothing is allocated, and a model that does not fit can be looked at.
+
+With --diff, show the differences of two GGUF models; the exit status is 0 if there are none, and 1 if there are."""
 EPILOG = """Examples:
 
   bifolio inspect smol.q4_0.gguf
@@ -25,6 +27,8 @@ EPILOG = """Examples:
   bifolio inspect ./model --memory 4GB --max-model-len 4096 --no-tensors
 
   bifolio inspect smol.q4_k_m.gguf --quant
+
+  bifolio inspect --diff smol.q8_0.gguf smol.q4_k_m.gguf
 
   bifolio inspect ./model --json | jq .formats"""
 _SHOWN_ITEMS = 6  # of a long array
@@ -70,11 +74,19 @@ class Contents:
 
 def inspect(
     model: Annotated[str, commands.argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
+    other: Annotated[str | None, commands.argument(help="The second model of --diff, a .gguf file or a name.")] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
     tensors: Annotated[bool, commands.option(help="List every tensor.")] = True,
     quant: Annotated[
         bool, commands.option("--quant", help="Show the formats alone, and the form that each takes in memory.")
     ] = False,
+    diff: Annotated[
+        bool, commands.option("--diff", help="Differences of two GGUF models: metadata, tensors, bytes and values.")
+    ] = False,
+    tolerance: Annotated[
+        float,
+        commands.option("--tolerance", min=0, help="Largest absolute difference of values that --diff ignores."),
+    ] = 0.0,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -85,6 +97,13 @@ def inspect(
     from bifolio.model.loader import resolve
 
     path = resolve(model)
+    if diff != (other is not None):
+        raise commands.BadParameter("--diff compares two models: bifolio inspect --diff A.gguf B.gguf")
+    if other is not None:
+        from bifolio.cli.inspect_diff import show_difference
+
+        show_difference(path, resolve(other), tolerance, as_json)
+        return
     contents = read_contents(path)
     if quant:
         show_formats(contents, as_json)
@@ -287,7 +306,7 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
         console.print(f"  {line}", markup=False)
     table = Table("key", "value", box=None, title="metadata", title_justify="left")
     for key, value in contents.metadata.items():
-        table.add_row(key, shorten(value))
+        table.add_row(key, one_line(value))
     console.print(table, markup=False)
     if with_tensors and contents.tensors:
         table = Table("tensor", "shape", "format", "size", box=None, title="tensors", title_justify="left")
@@ -304,12 +323,10 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
         console.print(f"  {line}", markup=False)
 
 
-def shorten(value: Any, limit: int = 100) -> str:
+def one_line(value: Any, limit: int = 100) -> str:
     """One line of a value; unprintable characters are escaped."""
-    from rich.markup import escape
-
     if isinstance(value, dict) and value.keys() == {"length", "first"}:
         text = f"{value['length']} items: {', '.join(repr(item) for item in value['first'])}, ..."
     else:
         text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return escape(text if len(text) <= limit else text[: limit - 3] + "...")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -106,8 +106,9 @@ def make_folder(path: Path) -> None:
 
 
 def check_space(path: Path, size: int) -> None:
-    """Raise ConfigError if the disk of `path`, whose folder exists, has fewer than `size` bytes left."""
-    free = shutil.disk_usage(path.parent).free
+    """Raise ConfigError if the disk of `path` has fewer than `size` bytes left."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
     if free < size:
         raise ConfigError(
             f"{path} takes {size / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB left: free space, or choose "

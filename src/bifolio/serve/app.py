@@ -28,13 +28,14 @@ from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, send_error
 from bifolio.serve.context import ServerContext
+from bifolio.serve.docs_page import docs_page
 from bifolio.serve.errors import ApiError, api_error, bad_request
 from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_json
 from bifolio.serve.live import live_events
 from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
-from bifolio.serve.openapi import docs_page, openapi_document
+from bifolio.serve.openapi import openapi_document
 from bifolio.serve.page import page_files
 from bifolio.serve.protocols import PROTOCOL_ROUTES
 from bifolio.serve.running import run_call, tenant_of, unless_gone

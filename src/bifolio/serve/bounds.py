@@ -55,3 +55,13 @@ def parts(described: Any) -> Iterator[Any]:
             yield from parts(item)
     else:
         yield described
+
+
+def structs_in(described: Any) -> Iterator[inspect.StructType]:
+    """The structs among the alternatives of a type, and in its lists."""
+    for part in parts(described):
+        inner = part.type if isinstance(part, inspect.Metadata) else part
+        if isinstance(inner, inspect.StructType):
+            yield inner
+        elif isinstance(inner, inspect.ListType):
+            yield from structs_in(inner.item_type)

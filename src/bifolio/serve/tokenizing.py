@@ -45,7 +45,7 @@ class TokenizerPool:
 
         def work() -> list[list[int]]:
             for text in texts if max_tokens is not None else ():
-                self._check_fits(text, max_tokens or 0)
+                self.check_fits(text, max_tokens or 0)
             return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
         return await self._run(work, size)
@@ -55,7 +55,7 @@ class TokenizerPool:
 
         def work() -> list[int]:
             for text, _ in parts:
-                self._check_fits(text, max_tokens)
+                self.check_fits(text, max_tokens)
             return self.tokenizer.encode_parts(parts)
 
         return await self._run(work, sum(len(text) for text, _ in parts))
@@ -86,7 +86,8 @@ class TokenizerPool:
     def _release(self, size: int) -> None:
         self._pending -= size
 
-    def _check_fits(self, text: str, max_tokens: int) -> None:
+    def check_fits(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that certainly has more tokens."""
         beginning = CHARS_PER_TOKEN * max_tokens
         if len(text) <= 2 * beginning:
             return

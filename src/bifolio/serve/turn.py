@@ -164,6 +164,9 @@ async def render(
     variables = _variables(request, tools)
     if RESERVED & variables.keys():
         raise bad_request(f"chat_template_kwargs may not set {sorted(RESERVED)}", "chat_template_kwargs")
+    for name in variables:
+        if not name.isidentifier():
+            raise bad_request(f"chat_template_kwargs has {name!r}: pass a name of a variable", "chat_template_kwargs")
     messages = [as_template_message(message) for message in request.messages]
     if context.model.chat_template is None:
         raise bad_request("this model has no chat template: use /v1/completions", "messages", "chat_template")
@@ -172,7 +175,7 @@ async def render(
         placeholders.protect(messages),
         placeholders.protect(tools.shown),
         request.add_generation_prompt,
-        placeholders.protect({name: value for name, value in variables.items() if name.isidentifier()}),
+        placeholders.protect(dict(variables)),
     )
     outcome = await context.templates.ask(task, tenant.share)
     if isinstance(outcome, Failed):

@@ -26,7 +26,11 @@ def load_gguf(path: str | Path) -> LoadedModel:
 
 def open_gguf_model(path: str | Path) -> ModelFile:
     """Check the header of a file, and of all files of a split model, and map them."""
-    file = open_whole_gguf(path)
+    return model_of_gguf(open_whole_gguf(path))
+
+
+def model_of_gguf(file: GgufFile) -> ModelFile:
+    """The model of a mapped file; ModelFileError if its metadata and tensors do not make one."""
     config = config_from_gguf(file)
     metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")
