@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -280,8 +279,9 @@ TOOLS = sorted(
 HELP_OF_ALL = """
 import contextlib, io, json, runpy, sys, traceback
 
+sys.path.insert(0, sys.argv[1])  # a fork of a running process reads no PYTHONPATH
 ends = {}
-for module in sys.argv[1:]:
+for module in sys.argv[2:]:
     sys.argv, end = [module, "--help"], 0
     with contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -300,15 +300,8 @@ def ends_of_help(forks: str | None, tmp_path_factory: pytest.TempPathFactory) ->
     """How `--help` of every tool ends: one process, which loads torch and numpy once."""
     source = tmp_path_factory.mktemp("help") / "help_of_all.py"
     source.write_text(HELP_OF_ALL)
-    command = [*python_command(forks), str(source), *TOOLS]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    )
+    command = [*python_command(forks), str(source), str(ROOT), *TOOLS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ends: dict[str, Any] = json.loads(done.stdout)
     return ends
