@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +20,7 @@ from benchmarks.engines.bifolio import Async, Offline
 from benchmarks.engines.bifolio_http import Served
 from benchmarks.limits import Limits
 from benchmarks.models import ModelStore
-from benchmarks.processes import ROOT, Setting
+from benchmarks.processes import ROOT, Setting, command, environment
 from benchmarks.results import Results
 from benchmarks.rows import Row, select
 from benchmarks.runner import Plan, Runner, failures, new_results
@@ -215,6 +218,25 @@ def test_streams_are_measured_through_a_server(store: ModelStore) -> None:
         assert trial.details["engine us/token"] >= 0
     finally:
         engine.close()
+
+
+def test_a_worker_of_another_engine_needs_the_standard_library_alone() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import benchmarks.worker, benchmarks.engines.vllm"
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", "-c", code, str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_environment_of_vllm_comes_from_a_shell_file(tmp_path: Path) -> None:
+    setting = Setting(peer_env=tmp_path / "peer env.sh", source=tmp_path)
+    (vllm,) = parse_columns("vllm[VLLM_X=1]")
+    assert command(vllm, setting)[:2] == ["bash", "-c"]
+    assert command(vllm, setting)[2].startswith(f". '{tmp_path}/peer env.sh' && exec python3 ")
+    assert command(COLUMNS[0], setting)[0] == sys.executable
+    variables = environment(vllm, setting)
+    assert variables["VLLM_X"] == "1"
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "src")
 
 
 # -- two builds ------------------------------------------------------------------------------------------------------
