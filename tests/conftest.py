@@ -41,6 +41,7 @@ class Collected:
 COLLECTED = pytest.StashKey[Collected]()
 MOST_WORKERS = 8  # each of them collects all tests
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the package `benchmarks`, which is not installed
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers and programs of tests import the same modules many times
 SEED = os.environ.setdefault("BIFOLIO_TEST_SEED", str(random.randrange(10_000)))  # workers inherit it

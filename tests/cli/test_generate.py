@@ -164,7 +164,9 @@ def test_too_little_memory_is_advised_without_nonsense() -> None:
 
 @pytest.mark.full
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("command", [["generate", "--device", "cuda", TEXT], ["bench", "gpu"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "--device", "cuda", TEXT], ["bench", "throughput", "--device", "cuda"]]
+)
 def test_a_missing_gpu_is_one_sentence(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bifolio", *command], capture_output=True, text=True, timeout=120, check=False,

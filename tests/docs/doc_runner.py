@@ -327,7 +327,9 @@ def help_of(program: tuple[str, ...], environment: dict[str, str]) -> str:
 
 def split_program(words: list[str]) -> tuple[list[str], list[str]]:
     """`bifolio bench trace FILE --limit 2` -> (the verbs, the rest)."""
-    if words[0] in ("python", "python3"):
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        length = 4
+    elif words[0] in ("python", "python3"):
         length = 3 if words[1] == "-m" else 2
     elif words[0] == "bifolio":
         length = 3 if words[1] == "bench" else 2

@@ -93,7 +93,7 @@ def provide_one(path: Path, words: list[str]) -> None:
     elif path.suffix == ".csv":
         path.write_text(AZURE, encoding="utf-8")
     elif path.suffix == ".jsonl":
-        path.write_text(MOONCAKE if {"trace", "cluster"} & set(words) else PROMPTS, encoding="utf-8")
+        path.write_text(MOONCAKE if {"trace", "fleet"} & set(words) else PROMPTS, encoding="utf-8")
     elif path.suffix == ".json":
         path.write_text(json.dumps(SCHEMA), encoding="utf-8")
     elif reads_text:

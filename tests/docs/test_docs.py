@@ -270,33 +270,37 @@ def test_a_walked_page_keeps_its_folder_its_server_and_its_names(tmp_path: Path)
         page.walk(wrong)
 
 
-BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+TOOLS = sorted(
+    f"benchmarks.{path.parent.name}.{path.stem}"
+    for folder in ("tools", "micro")
+    for path in (ROOT / "benchmarks" / folder).glob("*.py")
+    if path.stem != "__init__"
+)
 HELP_OF_ALL = """
 import contextlib, io, json, runpy, sys, traceback
-from pathlib import Path
 
-ends, scripts = {}, sys.argv[1:]
-sys.path.insert(0, str(Path(scripts[0]).parent))  # as `python benchmarks/SCRIPT.py` does
-for script in scripts:
-    sys.argv, end = [script, "--help"], 0
+sys.path.insert(0, sys.argv[1])  # a fork of a running process reads no PYTHONPATH
+ends = {}
+for module in sys.argv[2:]:
+    sys.argv, end = [module, "--help"], 0
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_module(module, run_name="__main__")
         except SystemExit as raised:
             end = raised.code
         except BaseException:
             end = traceback.format_exc()
-    ends[script] = end
+    ends[module] = end
 print(json.dumps(ends))
 """
 
 
 @pytest.fixture(scope="module")
 def ends_of_help(forks: str | None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """How `--help` of every benchmark ends: one process, which loads torch and numpy once."""
+    """How `--help` of every tool ends: one process, which loads torch and numpy once."""
     source = tmp_path_factory.mktemp("help") / "help_of_all.py"
     source.write_text(HELP_OF_ALL)
-    command = [*python_command(forks), str(source), *map(str, BENCHMARKS)]
+    command = [*python_command(forks), str(source), str(ROOT), *TOOLS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ends: dict[str, Any] = json.loads(done.stdout)
@@ -304,6 +308,6 @@ def ends_of_help(forks: str | None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda path: path.name)
-def test_every_benchmark_has_help(script: Path, ends_of_help: dict[str, Any]) -> None:
-    assert ends_of_help[str(script)] in (0, None)
+@pytest.mark.parametrize("module", TOOLS)
+def test_every_tool_of_the_benchmarks_has_help(module: str, ends_of_help: dict[str, Any]) -> None:
+    assert ends_of_help[module] in (0, None)

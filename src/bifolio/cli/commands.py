@@ -127,6 +127,7 @@ class App:
     headings: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the help: the verbs under each
     verbs: dict[str, Command | App] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)  # another name: the verb
+    moved: Mapping[str, Callable[[Sequence[str]], None]] = field(default_factory=dict)  # old verbs, not listed
 
     def command(
         self, name: str | None = None, *, help: str = "", epilog: str = "", alias: str | None = None
@@ -155,6 +156,9 @@ class App:
         verb = self.aliases.get(verb, verb)
         if verb in self.verbs:
             self.verbs[verb].run(f"{program} {verb}", arguments[1:])
+            return
+        if verb in self.moved:
+            self.moved[verb](arguments[1:])
             return
         parser = _parser(program, self.help, "")
         parser.usage = f"{program} VERB ..."
