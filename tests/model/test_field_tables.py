@@ -68,7 +68,7 @@ def gguf_file(config: ModelConfig) -> GgufFile:
         entries[name] = TensorEntry(name, tensor.shape, QuantFormat.F32, len(data), tensor.nbytes)
         data += tensor.data.tobytes()
     metadata = {"general.architecture": gguf_architecture(config), **model_metadata(config, 0, "name")}
-    return GgufFile(PATH, 3, 32, metadata, entries, np.frombuffer(bytes(data), np.uint8), 0)
+    return GgufFile(PATH, 3, 32, metadata, {}, entries, np.frombuffer(bytes(data), np.uint8), 0)
 
 
 def differences(one: ModelConfig, other: ModelConfig, skipped: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
