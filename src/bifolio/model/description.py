@@ -142,8 +142,12 @@ class Writing:
         others = f", only with {only}" if only else ""
         name = self.family.name
         if self.side == "hf":
-            return UnsupportedModelError(f"a folder of the family {name} cannot describe a model with {value}{others}")
-        return UnsupportedModelError(f"GGUF cannot describe a {name} model with {value}{others}")
+            return UnsupportedModelError(
+                f"a folder of the family {name} cannot describe a model with {value}{others}: keep it as a GGUF file"
+            )
+        return UnsupportedModelError(
+            f"GGUF cannot describe a {name} model with {value}{others}: keep it as a Hugging Face folder"
+        )
 
 
 def write_network(family: Family, config: ModelConfig, side: Side) -> dict[str, Any]:
