@@ -1,4 +1,6 @@
 // Every operation of the network by itself, on numpy arrays.
+#include <nanobind/stl/optional.h>
+
 #include "isa.h"
 #include "module.h"
 
@@ -7,25 +9,25 @@ using namespace nanobind::literals;
 namespace bifolio {
 namespace {
 
-void embed_rows(const TableHolder& table, nb::handle ids_array, float scale, nb::handle out_array, PoolHolder* pool) {
+void embed_rows(const TableHolder& table, nb::handle ids_array, float scale, nb::handle out_array, bool is_partial, PoolHolder* pool) {
   const Ints ids = ints("ids", ids_array);
   const Output out = output("out", out_array);
   require_finite("scale", scale);
   require_shape("out", out, int64_t(ids.shape(0)), table.table.width);
-  require_elements("ids", ids.data(), ids.shape(0), table.table.rows, "the table");
+  require_elements("ids", ids.data(), ids.shape(0), is_partial ? INT32_MAX : table.table.rows, "the table");
   run_team(pool, [&](Member& t) { embed(t, table.table, ids.data(), scale, rows_of(out)); });
 }
 
 void norm_rows(nb::handle x_array, const NormHolder& weights, nb::handle out_array, PoolHolder* pool) {
   const Input x = input("x", x_array);
   const Output out = output("out", out_array);
-  require_width("x", x, weights.norm.size);
+  require_multiple("x", width_of(x), "the length of the weight", weights.norm.size);
   require_shape("out", out, rows_in(x), width_of(x));
   require_same_or_apart("out", rows_of(out), "x", rows_of(x));
   run_team(pool, [&](Member& t) { norm(t, rows_of(x), weights.norm, rows_of(out)); });
 }
 
-void add_rows(nb::handle x_array, nb::handle y_array, nb::handle out_array, PoolHolder* pool) {
+void add_rows(nb::handle x_array, nb::handle y_array, nb::handle out_array, float scale, PoolHolder* pool) {
   const Input x = input("x", x_array), y = input("y", y_array);
   const Output out = output("out", out_array);
   require_columns("x", x);
@@ -33,7 +35,8 @@ void add_rows(nb::handle x_array, nb::handle y_array, nb::handle out_array, Pool
   require_shape("out", out, rows_in(x), width_of(x));
   require_same_or_apart("out", rows_of(out), "x", rows_of(x));
   require_same_or_apart("out", rows_of(out), "y", rows_of(y));
-  run_team(pool, [&](Member& t) { add(t, rows_of(x), rows_of(y), rows_of(out)); });
+  require_finite("scale", scale);
+  run_team(pool, [&](Member& t) { add(t, rows_of(x), rows_of(y), scale, rows_of(out)); });
 }
 
 void add_norm_rows(nb::handle x_array, nb::handle delta_array, const NormHolder& weights, nb::handle sum_array, nb::handle normed_array, PoolHolder* pool) {
@@ -70,7 +73,7 @@ void act_rows(nb::handle x_array, int code, nb::handle out_array, PoolHolder* po
   run_team(pool, [&](Member& t) { act(t, rows_of(x), activation, rows_of(out)); });
 }
 
-void act_mul_rows(nb::handle x_array, int code, nb::handle out_array, PoolHolder* pool) {
+void act_mul_rows(nb::handle x_array, int code, nb::handle out_array, std::optional<float> cutoff, PoolHolder* pool) {
   const Input x = input("x", x_array);
   const Output out = output("out", out_array);
   const Activation activation = activation_of(code, true);
@@ -78,7 +81,11 @@ void act_mul_rows(nb::handle x_array, int code, nb::handle out_array, PoolHolder
   require_gate_and_up("x", width_of(x));
   require_shape("out", out, rows_in(x), width_of(x) / 2);
   require_apart("out", rows_of(out), "x", rows_of(x));
-  run_team(pool, [&](Member& t) { act_mul(t, rows_of(x), activation, rows_of(out)); });
+  if (cutoff) require_finite("cutoff", *cutoff);
+  run_team(pool, [&](Member& t) {
+    if (cutoff) sparse_act_mul(t, rows_of(x), *cutoff, activation, rows_of(out));
+    else act_mul(t, rows_of(x), activation, rows_of(out));
+  });
 }
 
 void softcap_rows(nb::handle x_array, float cap, PoolHolder* pool) {
@@ -177,13 +184,13 @@ void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle warmt
 }  // namespace
 
 void bind_operations(nb::module_& m) {
-  m.def("embed", &embed_rows, "table"_a, array("ids"), "scale"_a, array("out"), pool_argument());
+  m.def("embed", &embed_rows, "table"_a, array("ids"), "scale"_a, array("out"), "is_partial"_a = false, pool_argument());
   m.def("norm", &norm_rows, array("x"), "weights"_a, array("out"), pool_argument());
-  m.def("add", &add_rows, array("x"), array("y"), array("out"), pool_argument());
+  m.def("add", &add_rows, array("x"), array("y"), array("out"), "scale"_a = 1.0f, pool_argument());
   m.def("add_norm", &add_norm_rows, array("x"), array("delta"), "weights"_a, array("sum"), array("normed"), pool_argument());
   m.def("linear", &linear_rows, array("x"), "weights"_a, array("out"), pool_argument());
   m.def("act", &act_rows, array("x"), "activation"_a, array("out"), pool_argument());
-  m.def("act_mul", &act_mul_rows, array("x"), "activation"_a, array("out"), pool_argument());
+  m.def("act_mul", &act_mul_rows, array("x"), "activation"_a, array("out"), "cutoff"_a.none() = nb::none(), pool_argument());
   m.def("softcap", &softcap_rows, array("x"), "cap"_a, pool_argument());
   m.def("rotation", &rotation_rows, array("frequencies"), "scale"_a, array("positions"), array("cosine"), array("sine"), pool_argument());
   m.def("rope_and_write", &rope_and_write_rows, array("qkv"), "shape"_a, array("cosine"), array("sine"), "cache"_a.none(), "layer"_a,

@@ -1,6 +1,7 @@
 // Recording a program and running it. Recording checks registers and widths; running checks the arrays of one batch, in
 // time proportional to its tokens and the blocks it names.
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -18,26 +19,28 @@ namespace {
 using Register = Program::Register;
 constexpr int64_t kMaxTapWidth = 1 << 24;
 
-Register record_embed(ProgramHolder& self, const TableHolder& table, float scale, bool of_positions) {
+Register record_embed(ProgramHolder& self, const TableHolder& table, float scale, bool of_positions, bool is_partial) {
   self.require_open();
   require_finite("scale", scale);
   self.keep.append(nb::find(table));
   int64_t& rows = of_positions ? self.position_rows : self.vocab_rows;
-  rows = std::min(rows, table.table.rows);
+  if (!is_partial) rows = std::min(rows, table.table.rows);
   return self.program.embed(table.table, scale, of_positions);
 }
 
 Register record_norm(ProgramHolder& self, Register x, const NormHolder& weights) {
   self.require_open();
-  self.require_register("x", x, weights.norm.size);
+  self.require_register("x", x);
+  require_multiple("x", self.program.width(x), "the length of the weight", weights.norm.size);
   self.keep.append(nb::find(weights));
   return self.program.norm(x, weights.norm);
 }
 
-Register record_add(ProgramHolder& self, Register x, Register y) {
+Register record_add(ProgramHolder& self, Register x, Register y, float scale) {
   self.require_open();
   self.require_alike("x", x, "y", y);
-  return self.program.add(x, y);
+  require_finite("scale", scale);
+  return self.program.add(x, y, scale);
 }
 
 std::pair<Register, Register> record_add_norm(ProgramHolder& self, Register x, Register delta, const NormHolder& weights) {
@@ -93,11 +96,12 @@ Register record_act(ProgramHolder& self, Register x, int activation) {
   return self.program.act(x, activation_of(activation));
 }
 
-Register record_act_mul(ProgramHolder& self, Register x, int activation) {
+Register record_act_mul(ProgramHolder& self, Register x, int activation, std::optional<float> cutoff) {
   self.require_open();
   self.require_register("x", x);
   require_gate_and_up("x", self.program.width(x));
-  return self.program.act_mul(x, activation_of(activation, true));
+  if (cutoff) require_finite("cutoff", *cutoff);
+  return self.program.act_mul(x, activation_of(activation, true), cutoff);
 }
 
 Register record_head_linear(ProgramHolder& self, Register x, const HeadsHolder& heads, int64_t start) {
@@ -120,7 +124,7 @@ Register record_join_latent(ProgramHolder& self, Register query, Register absorb
 }
 
 Register record_join_columns(ProgramHolder& self, const std::vector<Register>& parts, const std::vector<int64_t>& starts,
-                             const std::vector<int64_t>& stops) {
+                             const std::vector<int64_t>& stops, nb::handle factor_array) {
   self.require_open();
   require(!parts.empty() && starts.size() == parts.size() && stops.size() == parts.size(), "parts, starts and stops have ", parts.size(),
           ", ", starts.size(), " and ", stops.size(), " elements and must have the same number, at least 1");
@@ -132,7 +136,13 @@ Register record_join_columns(ProgramHolder& self, const std::vector<Register>& p
     require_between("a stop", stops[i], starts[i] + 1, self.program.width(parts[i]));
     columns.push_back({parts[i], starts[i], stops[i]});
   }
-  return self.program.join_columns(columns);
+  if (factor_array.is_none()) return self.program.join_columns(columns, nullptr);
+  const Vector factors = vector("factors", factor_array);
+  int64_t sum = 0;
+  for (const Program::Columns& part : columns) sum += part.stop - part.start;
+  require_length("factors", factors, sum);
+  self.keep.append(factor_array);
+  return self.program.join_columns(columns, factors.data());
 }
 
 Register record_gate(ProgramHolder& self, Register x, Register logits) {
@@ -281,21 +291,21 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
 void bind_program(nb::module_& m) {
   nb::class_<ProgramHolder> program(m, "Program");
   program.def(nb::init<>())
-      .def("embed", &record_embed, "table"_a, "scale"_a, "of_positions"_a)
+      .def("embed", &record_embed, "table"_a, "scale"_a, "of_positions"_a, "is_partial"_a = false)
       .def("norm", &record_norm, "x"_a, "weights"_a)
-      .def("add", &record_add, "x"_a, "y"_a)
+      .def("add", &record_add, "x"_a, "y"_a, "scale"_a = 1.0f)
       .def("add_norm", &record_add_norm, "x"_a, "delta"_a, "weights"_a)
       .def("linear", &record_linear, "x"_a, "weights"_a)
       .def("rotation", &record_rotation, array("frequencies"), "scale"_a, "two_sets"_a = false)
       .def("rope_and_write", &record_rope_and_write, "qkv"_a, "layer"_a, "shape"_a, "cosine"_a, "sine"_a)
       .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
       .def("act", &record_act, "x"_a, "activation"_a)
-      .def("act_mul", &record_act_mul, "x"_a, "activation"_a)
+      .def("act_mul", &record_act_mul, "x"_a, "activation"_a, "cutoff"_a.none() = nb::none())
       .def("all_gather", &record_all_gather, "x"_a, "ranks"_a, "widths"_a)
       .def("all_reduce", &record_all_reduce, "x"_a, "ranks"_a)
       .def("head_linear", &record_head_linear, "x"_a, "heads"_a, "start"_a)
       .def("join_latent", &record_join_latent, "query"_a, "absorbed"_a, "latent"_a, "norm"_a, "rope"_a)
-      .def("join_columns", &record_join_columns, "parts"_a, "starts"_a, "stops"_a)
+      .def("join_columns", &record_join_columns, "parts"_a, "starts"_a, "stops"_a, array("factors") = nb::none())
       .def("gate", &record_gate, "x"_a, "logits"_a)
       .def("route", &record_route, "logits"_a, "router"_a)
       .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)

@@ -10,18 +10,26 @@ namespace bifolio {
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out) {
   each_row(m, out.count, out.width, [&](int64_t row) {
     float* target = out.row(row);
-    dequantize_row(table.format, table.data + size_t(ids[row]) * table.row_bytes, table.width, target);
+    const int64_t id = ids[row] < table.rows ? ids[row] : 0;
+    dequantize_row(table.format, table.data + size_t(id) * table.row_bytes, table.width, target);
     if (scale != 1.0f)
       for (int64_t i = 0; i < out.width; ++i) target[i] *= scale;
   });
 }
 
 void norm(Member& m, Rows x, const NormWeights& weights, Rows out) {
-  each_row(m, x.count, x.width, [&](int64_t row) { kernels().norm_row(x.row(row), weights, out.row(row)); });
+  each_row(m, x.count, x.width, [&](int64_t row) {
+    for (int64_t at = 0; at < x.width; at += weights.size) kernels().norm_row(x.row(row) + at, weights, out.row(row) + at);
+  });
 }
 
-void add(Member& m, Rows x, Rows y, Rows out) {
-  each_row(m, x.count, x.width, [&](int64_t row) { kernels().add_row(x.row(row), y.row(row), x.width, out.row(row)); });
+void add(Member& m, Rows x, Rows y, float scale, Rows out) {
+  each_row(m, x.count, x.width, [&](int64_t row) {
+    float* sum = out.row(row);
+    kernels().add_row(x.row(row), y.row(row), x.width, sum);
+    if (scale != 1.0f)
+      for (int64_t i = 0; i < x.width; ++i) sum[i] *= scale;
+  });
 }
 
 void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows sum, Rows normed) {
@@ -53,15 +61,32 @@ void act_mul(Member& m, Rows x, Activation activation, Rows out) {
   });
 }
 
+void sparse_act_mul(Member& m, Rows x, float cutoff, Activation activation, Rows out) {
+  const int64_t width = out.width;
+  each_row(m, x.count, 8 * width, [&](int64_t row) {
+    const float* gate = x.row(row);
+    float* target = out.row(row);
+    double sum = 0.0, spread = 0.0;
+    for (int64_t i = 0; i < width; ++i) sum += double(gate[i]);
+    const double mean = sum / double(width);
+    for (int64_t i = 0; i < width; ++i) spread += (double(gate[i]) - mean) * (double(gate[i]) - mean);
+    const float least = float(mean + std::sqrt(spread / double(width)) * double(cutoff));
+    for (int64_t i = 0; i < width; ++i) target[i] = std::max(gate[i] - least, 0.0f);
+    kernels().act_mul_row(target, gate + width, width, activation, target);
+  });
+}
+
 void take(Member& m, Rows x, const int32_t* rows, Rows out) {
   each_row(m, out.count, out.width, [&](int64_t row) {
     std::memcpy(out.row(row), x.row(rows ? rows[row] : row), size_t(out.width) * sizeof(float));
   });
 }
 
-void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target) {
+void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target, const float* factors) {
   each_row(m, out.count, count, [&](int64_t row) {
-    std::memcpy(out.row(row) + target, x.row(row) + start, size_t(count) * sizeof(float));
+    float* to = out.row(row) + target;
+    std::memcpy(to, x.row(row) + start, size_t(count) * sizeof(float));
+    for (int64_t i = 0; factors && i < count; ++i) to[i] *= factors[i];
   });
 }
 

@@ -91,15 +91,18 @@ struct Workspace {
   Scratch convolved, gates;  // rows of recurrent layers
 };
 
+// Rows of a table; ids past its last row read row 0 (a table that is not partial has a row for every id).
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);
-void norm(Member& m, Rows x, const NormWeights& weights, Rows out);
-void add(Member& m, Rows x, Rows y, Rows out);
+void norm(Member& m, Rows x, const NormWeights& weights, Rows out);  // of each group of weights.size columns
+void add(Member& m, Rows x, Rows y, float scale, Rows out);  // (x + y) * scale
 void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows sum, Rows normed);
 void act(Member& m, Rows x, Activation activation, Rows out);
 void act_mul(Member& m, Rows x, Activation activation, Rows out);
+// The same of max(gate - c, 0), where c is the mean of the gates of a row plus `cutoff` standard deviations.
+void sparse_act_mul(Member& m, Rows x, float cutoff, Activation activation, Rows out);
 void take(Member& m, Rows x, const int32_t* rows, Rows out);  // rows may be null: all
-// Copies `count` columns of x from `start` on to the columns of out from `target` on.
-void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target);
+// Copies `count` columns of x from `start` on to the columns of out from `target` on, times as many factors (null: 1).
+void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target, const float* factors);
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
 
 // out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear.

@@ -33,14 +33,14 @@ Program::Register Program::embed(const EmbeddingTable& table, float scale, bool 
 }
 
 Program::Register Program::norm(Register x, const NormWeights& weights) {
-  const Register out = like(x, weights.size);
+  const Register out = like(x, width(x));
   record("norm", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::norm(m, rows(x, step), weights, rows(out, step)); });
   return out;
 }
 
-Program::Register Program::add(Register x, Register y) {
+Program::Register Program::add(Register x, Register y, float scale) {
   const Register out = like(x, values_[size_t(x)].width);
-  record("add", {x, y}, {out}, [=, this](Member& m, const Step& step) { bifolio::add(m, rows(x, step), rows(y, step), rows(out, step)); });
+  record("add", {x, y}, {out}, [=, this](Member& m, const Step& step) { bifolio::add(m, rows(x, step), rows(y, step), scale, rows(out, step)); });
   return out;
 }
 
@@ -96,8 +96,14 @@ Program::Register Program::act(Register x, Activation activation) {
   return out;
 }
 
-Program::Register Program::act_mul(Register x, Activation activation) {
+Program::Register Program::act_mul(Register x, Activation activation, std::optional<float> cutoff) {
   const Register out = like(x, values_[size_t(x)].width / 2);
+  if (cutoff) {
+    record("act_mul", {x}, {out}, [=, this](Member& m, const Step& step) {
+      bifolio::sparse_act_mul(m, rows(x, step), *cutoff, activation, rows(out, step));
+    });
+    return out;
+  }
   record("act_mul", {x}, {out}, [=, this](Member& m, const Step& step) {
     bifolio::act_mul(m, rows(x, step), activation, rows(out, step));
   }).activation = activation;
@@ -132,7 +138,7 @@ Program::Register Program::join_latent(Register query, Register absorbed, Regist
   return out;
 }
 
-Program::Register Program::join_columns(const std::vector<Columns>& parts) {
+Program::Register Program::join_columns(const std::vector<Columns>& parts, const float* factors) {
   int64_t sum = 0;
   std::vector<Register> reads;
   for (const Columns& part : parts) {
@@ -143,7 +149,7 @@ Program::Register Program::join_columns(const std::vector<Columns>& parts) {
   record("join_columns", reads, {out}, [=, this](Member& m, const Step& step) {
     int64_t target = 0;
     for (const Columns& part : parts) {
-      copy_columns(m, rows(part.x, step), part.start, part.stop - part.start, rows(out, step), target);
+      copy_columns(m, rows(part.x, step), part.start, part.stop - part.start, rows(out, step), target, factors ? factors + target : nullptr);
       target += part.stop - part.start;
     }
   });
@@ -220,7 +226,7 @@ void Program::logits(Register x, const LinearWeights& head, float softcap) {
 bool Program::is_gated(size_t first) const {
   if (first + 2 >= operations_.size()) return false;
   const Operation &pair = operations_[first], &gate = operations_[first + 1], &last = operations_[first + 2];
-  if (!pair.weights || gate.name != std::string("act_mul") || !last.weights) return false;
+  if (!pair.weights || !gate.activation || !last.weights) return false;
   if (gate.reads != pair.writes || last.reads != gate.writes) return false;
   const auto readers = [&](Register value) {
     return std::count_if(operations_.begin(), operations_.end(), [&](const Operation& operation) {
@@ -238,7 +244,7 @@ void Program::join_gated() {
     const auto work = [=, this](Member& m, const Step& step) {
       const Rows x = rows(pair.reads[0], step);
       if (can_gate(*pair.weights, *last.weights, x.count)) {
-        gated_linear(m, x, *pair.weights, gate.activation, *last.weights, rows(gate.writes[0], step), rows(last.writes[0], step), workspace_);
+        gated_linear(m, x, *pair.weights, *gate.activation, *last.weights, rows(gate.writes[0], step), rows(last.writes[0], step), workspace_);
       } else {
         pair.work(m, step), gate.work(m, step), last.work(m, step);
       }

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,7 @@ class Program {
 
   Register embed(const EmbeddingTable& table, float scale, bool of_positions);
   Register norm(Register x, const NormWeights& weights);
-  Register add(Register x, Register y);
+  Register add(Register x, Register y, float scale);
   std::pair<Register, Register> add_norm(Register x, Register delta, const NormWeights& weights);
   Register linear(Register x, const LinearWeights& weights);
   std::pair<Register, Register> rotation(const std::vector<float>& frequencies, float scale, bool two_sets);
@@ -46,14 +47,15 @@ class Program {
   Register rope_and_write(Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine, Register sine);
   Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);
   Register act(Register x, Activation activation);
-  Register act_mul(Register x, Activation activation);
+  Register act_mul(Register x, Activation activation, std::optional<float> cutoff);
   Register head_linear(Register x, const std::vector<const LinearWeights*>& heads, int64_t start);
   Register join_latent(Register query, Register absorbed, Register latent, const NormWeights& norm, int64_t rope);
   struct Columns {  // [start, stop) of a register
     Register x;
     int64_t start, stop;
   };
-  Register join_columns(const std::vector<Columns>& parts);  // the columns side by side; at least one part
+  // The columns side by side, times as many factors (null: 1); at least one part.
+  Register join_columns(const std::vector<Columns>& parts, const float* factors);
   Register gate(Register x, Register logits);
   Register route(Register logits, const RouterConstants& router);  // rows of experts and weights: see route
   Register mix_experts(Register x, Register routing, const ExpertWeights& experts);
@@ -61,17 +63,10 @@ class Program {
   Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
   Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
   // The operations of streams.h.
-  Register add_scaled(Register x, Register y, float scale);
-  Register embed_known(const EmbeddingTable& table, float scale);
-  Register norm_groups(Register x, const NormWeights& weights);
-  Register columns(Register x, int64_t start, int64_t width, const float* factors);  // factors [width] may be null
-  Register act_gate(Register x, Register inputs, int64_t start, Activation activation);
-  Register sparse_act_mul(Register x, float deviations, Activation activation);
   Register mix_streams(Register x, Register coefficients, int64_t streams);
-  Register correct_streams(Register x, Register y, Register coefficients, int64_t active);
-  Register add_to_streams(Register x, Register y, int64_t first);
-  Register spread_streams(Register x, Register y);
-  Register merge_streams(Register x, Register y);
+  Register add_to_streams(Register x, Register y, Register coefficients);
+  Register add_to_streams(Register x, Register y, const std::vector<float>& coefficients);
+  Register match_streams(Register x, Register y);
   Register take(Register x);  // the rows of logit_rows
   Register given(int64_t width);  // rows that the caller passes with the batch
   void tap(Register x, int64_t column);  // copies the rows to the columns from `column` on of the caller's array, if it passes one
@@ -103,7 +98,7 @@ class Program {
     std::vector<Register> reads, writes;
     Work work;
     const LinearWeights* weights = nullptr;  // of a product
-    Activation activation = Activation::Silu;  // of act_mul
+    std::optional<Activation> activation;  // of act_mul without a cutoff
   };
 
   Register new_value(int64_t width, bool of_logit_rows);

@@ -103,7 +103,7 @@ ELEMENTWISE = [
     ),
     *misuses(
         "norm",
-        ("x wider than the weight", {"x": WIDER, "out": WIDER.copy()}, "x is 65 wide and must be 64 wide"),
+        ("x wider than the weight", {"x": WIDER, "out": WIDER.copy()}, "x is 65 wide and must be a multiple of"),
         ("x narrower than the weight", {"x": floats(6, 63), "out": floats(6, 63)}, "x is 63 wide"),
         ("another output height", {"out": TALLER}, r"out has the shape \(7, 64\)"),
         ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[1:7]}, "out and x overlap"),
@@ -115,6 +115,7 @@ ELEMENTWISE = [
         ("unequal heights", {"y": TALLER}, r"y has the shape \(7, 64\)"),
         ("another output height", {"out": TALLER}, r"out has the shape \(7, 64\)"),
         ("no columns", {name: floats(6, 0) for name in ("x", "y", "out")}, "x has no columns"),
+        ("an infinite scale", {"scale": INFINITY}, "scale is inf"),
         ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[3:9]}, "out and x overlap"),
         ("an output that overlaps y", {"y": BOTH[:6], "out": BOTH[3:9]}, "out and y overlap"),
     ),

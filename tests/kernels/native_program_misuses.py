@@ -18,10 +18,11 @@ RECORDING = [
         "Program.norm",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("a negative register", {"x": -1}, "x is register -1"),
-        ("a register wider than the weight", {"x": QKV}, "x is 256 wide and must be 64 wide"),
+        ("a register of parts of the weight", {"x": ODD}, "x is 33 wide and must be a multiple of the length"),
     ),
     *misuses(
         "Program.add",
+        ("a NaN scale", {"scale": NAN}, "scale is nan"),
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("another unknown register", {"y": 99}, NO_REGISTER),
         ("unequal widths", {"y": ODD}, "y is 33 wide and must be 64 wide"),
@@ -76,6 +77,7 @@ RECORDING = [
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("an unknown activation", {"activation": -1}, "activation is -1"),
         ("an odd width", {"x": ODD}, "x is 33 wide and must have an even width"),
+        ("a NaN cutoff", {"cutoff": NAN}, "cutoff is nan"),
     ),
     *misuses(
         "Program.all_gather",
@@ -94,6 +96,7 @@ RECORDING = [
         ("a start behind the end", {"starts": [0, 64]}, "a start is 64"),
         ("a stop behind the end", {"stops": [4, 65]}, "a stop is 65"),
         ("an empty part", {"stops": [0, 64]}, "a stop is 0"),
+        ("too many factors", {"factors": floats(61)}, "factors has 61 elements and must have 60"),
     ),
     *misuses("Program.all_reduce", ("an unknown register", {"x": 99}, NO_REGISTER)),
     *misuses(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,9 @@ class TimedKernels(TimedStreams):
         return
 
     # -- operations -------------------------------------------------------------------------------------------------
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+    def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
         self._pairs.clear()  # start of a pass
-        rows = self.clock.timed("embedding", self.inner.embed, table, ids, scale)
+        rows = self.clock.timed("embedding", partial(self.inner.embed, is_partial=is_partial), table, ids, scale)
         self.clock.count("embedding", 0, rows.shape[0] * rows.shape[1] * 4)
         return rows
 
@@ -140,8 +141,8 @@ class TimedKernels(TimedStreams):
     def norm(self, x: Array, norm: Norm) -> Array:
         return self.clock.timed("norms", self.inner.norm, x, norm)
 
-    def add(self, x: Array, y: Array) -> Array:
-        return self.clock.timed("norms", self.inner.add, x, y)
+    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
+        return self.clock.timed("norms", self.inner.add, x, y, scale)
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
         result: tuple[Array, Array] = self.clock.timed("norms", self.inner.add_norm, x, delta, norm)
@@ -160,8 +161,8 @@ class TimedKernels(TimedStreams):
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
         return self.clock.timed("attention", self.inner.join_latent, query, absorbed, latent, norm, rope)
 
-    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
-        return self.clock.timed("attention", self.inner.join_columns, parts)
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]], factors: Array | None = None) -> Array:
+        return self.clock.timed("norms", self.inner.join_columns, parts, factors)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
@@ -183,8 +184,8 @@ class TimedKernels(TimedStreams):
             self.clock.count("attention", flops, 2.0 * shape.num_kv_heads * shape.head_dim * size * context)
         return self.clock.timed("attention", self.inner.attend, heads, shape, segments, storage)
 
-    def act_mul(self, x: Array, activation: str) -> Array:
-        return self.clock.timed("MLP", self.inner.act_mul, x, activation)
+    def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
+        return self.clock.timed("MLP", self.inner.act_mul, x, activation, cutoff)
 
     def act(self, x: Array, activation: str) -> Array:
         return self.clock.timed("MLP", self.inner.act, x, activation)

@@ -126,9 +126,9 @@ class NativeKernels(HostArrays, NativeStreams):
         return NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+    def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
         out = np.empty((len(ids), table.width), np.float32)
-        self.native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out, self.pool)
+        self.native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out, is_partial, self.pool)
         return out
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
@@ -152,9 +152,9 @@ class NativeKernels(HostArrays, NativeStreams):
         )
         return out
 
-    def add(self, x: Array, y: Array) -> Array:
+    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.add(floats(x), floats(y), out, self.pool)
+        self.native.add(floats(x), floats(y), out, scale, self.pool)
         return out
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
@@ -218,9 +218,9 @@ class NativeKernels(HostArrays, NativeStreams):
         )
         return out
 
-    def act_mul(self, x: Array, activation: str) -> Array:
+    def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-        self.native.act_mul(floats(x), ACTIVATION_CODES[activation], out, self.pool)
+        self.native.act_mul(floats(x), ACTIVATION_CODES[activation], out, cutoff, self.pool)
         return out
 
     def act(self, x: Array, activation: str) -> Array:

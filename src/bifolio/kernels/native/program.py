@@ -24,7 +24,7 @@ from bifolio.kernels.interface import (
     Routing,
     Storage,
 )
-from bifolio.kernels.native.arguments import ACTIVATION_CODES, Register, native_norm
+from bifolio.kernels.native.arguments import ACTIVATION_CODES, Register, floats, native_norm
 from bifolio.kernels.native.streams import StreamRecorder
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class ProgramRecorder(StreamRecorder):
         self.program = kernels.native.Program()
         self.logit_widths: tuple[int, ...] = ()  # columns of the logits on each rank; empty: this rank computes all
 
-    def embed(self, table: Any, ids: object, scale: float) -> Register:
-        return Register(self.program.embed(table, scale, ids is POSITIONS))
+    def embed(self, table: Any, ids: object, scale: float, *, is_partial: bool = False) -> Register:
+        return Register(self.program.embed(table, scale, ids is POSITIONS, is_partial))
 
     def rotation(self, inverse_frequencies: np.ndarray, scale: float, positions: object) -> Rotation:
         frequencies = np.ascontiguousarray(inverse_frequencies, np.float32).reshape(-1)
@@ -101,8 +101,8 @@ class ProgramRecorder(StreamRecorder):
     def norm(self, x: Register, norm: Norm) -> Register:
         return Register(self.program.norm(x.number, native_norm(self.kernels.native, norm)))
 
-    def add(self, x: Register, y: Register) -> Register:
-        return Register(self.program.add(x.number, y.number))
+    def add(self, x: Register, y: Register, scale: float = 1.0) -> Register:
+        return Register(self.program.add(x.number, y.number, scale))
 
     def add_norm(self, x: Register, delta: Register, norm: Norm) -> tuple[Register, Register]:
         total, normed = self.program.add_norm(x.number, delta.number, native_norm(self.kernels.native, norm))
@@ -130,8 +130,8 @@ class ProgramRecorder(StreamRecorder):
         native = self.kernels.native_shape(shape)
         return Register(self.program.attend(heads.query.number, shape.layer, native))
 
-    def act_mul(self, x: Register, activation: str) -> Register:
-        return Register(self.program.act_mul(x.number, ACTIVATION_CODES[activation]))
+    def act_mul(self, x: Register, activation: str, cutoff: float | None = None) -> Register:
+        return Register(self.program.act_mul(x.number, ACTIVATION_CODES[activation], cutoff))
 
     def act(self, x: Register, activation: str) -> Register:
         return Register(self.program.act(x.number, ACTIVATION_CODES[activation]))
@@ -145,9 +145,10 @@ class ProgramRecorder(StreamRecorder):
     def all_reduce(self, x: Register) -> Register:
         return Register(self.program.all_reduce(x.number, self.kernels.memory_of_ranks()))
 
-    def join_columns(self, parts: Sequence[tuple[Register, int, int]]) -> Register:
+    def join_columns(self, parts: Sequence[tuple[Register, int, int]], factors: np.ndarray | None = None) -> Register:
         registers, starts, stops = zip(*((x.number, start, stop) for x, start, stop in parts), strict=True)
-        return Register(self.program.join_columns(list(registers), list(starts), list(stops)))
+        given = None if factors is None else floats(factors)
+        return Register(self.program.join_columns(list(registers), list(starts), list(stops), given))
 
     def gate(self, x: Register, logits: Register) -> Register:
         return Register(self.program.gate(x.number, logits.number))
