@@ -9,7 +9,7 @@ import numpy as np
 
 from bifolio.kernels import native
 
-TOKENS, SIZE, STREAMS, VOCAB = 6, 8, 4, 50
+SIZE, STREAMS, VOCAB = 8, 4, 50
 ALL = STREAMS * SIZE
 
 
@@ -41,19 +41,6 @@ STREAM_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "AttentionShape.of_queries": lambda: {
         "self": native.library().AttentionShape(4, 2, SIZE, 1.0, 0, False, None, None)
     },
-    "mix_streams": lambda: {
-        "x": floats(TOKENS, ALL),
-        "coefficients": floats(TOKENS, STREAMS * STREAMS),
-        "streams": STREAMS,
-        "out": floats(TOKENS, ALL),
-    },
-    "add_to_streams": lambda: {
-        "x": floats(TOKENS, ALL),
-        "y": floats(TOKENS, SIZE),
-        "coefficients": floats(TOKENS, STREAMS),
-        "out": floats(TOKENS, ALL),
-    },
-    "match_streams": lambda: {"x": floats(TOKENS, SIZE), "y": floats(TOKENS, ALL), "out": floats(TOKENS, ALL)},
     "Program.mix_streams": lambda: recorded(x=ALL, coefficients=STREAMS * STREAMS, streams=STREAMS),
     "Program.add_to_streams": lambda: recorded(x=ALL, y=SIZE, coefficients=STREAMS),
     "Program.match_streams": lambda: recorded(x=SIZE, y=ALL),
