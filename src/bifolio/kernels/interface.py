@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -97,15 +97,28 @@ __all__ = [
     "StateUse",
     "StepProgram",
     "Storage",
+    "TimedOperation",
     "TokenScores",
 ]
+
+
+class TimedOperation(NamedTuple):
+    """One operation of a program that was profiled."""
+
+    name: str
+    weights: Any  # prepared, of a product; None: of other operations
+    seconds: float
 
 
 class StepProgram(Protocol):
     """A pass recorded once and replayed in one call for any batch of its phase."""
 
     def run(self, batch: Batch, storage: Storage) -> Array:
-        """Logits f32[r, vocab] of the batch's `logit_rows`."""
+        """Logits f32[r, vocab] of the batch's `logit_rows`, or the result of another network."""
+        ...
+
+    def profile(self, batch: Batch, storage: Storage) -> tuple[Array, list[TimedOperation]]:
+        """The same result, and the time of each operation."""
         ...
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bifolio.kernels.interface import Batch, Network, Storage
+from bifolio.kernels.interface import Batch, Network, Storage, TimedOperation
 from bifolio.kernels.native.arguments import native_segment
 from bifolio.kernels.native.operations import LOGIT_ROWS, POSITIONS, TOKEN_IDS, NativeOperations, Register
 
@@ -23,18 +23,26 @@ class NativeProgram:
         recorder = ProgramRecorder(kernels)
         batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
         result = network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are registers, not arrays
-        self._program, self._width = recorder.program, result.width
+        self._program, self._width, self._recorded = recorder.program, result.width, recorder.recorded
         self._of_tokens = not self._program.of_logit_rows(result.number)
         self._program.finish([result.number])
 
     def run(self, batch: Batch, storage: Storage) -> np.ndarray:
         """The result of one forward pass: logits f32[r, vocab], or rows of all tokens."""
+        return self._run(batch, storage, False)[0]
+
+    def profile(self, batch: Batch, storage: Storage) -> tuple[np.ndarray, list[TimedOperation]]:
+        result, seconds = self._run(batch, storage, True)
+        timed = zip(self._recorded, seconds, strict=True)
+        return result, [TimedOperation(name, weights, each) for (name, weights), each in timed]
+
+    def _run(self, batch: Batch, storage: Storage, profile: bool) -> tuple[np.ndarray, list[float]]:
         if self._bound[0] is not storage:
             self._bound = storage, self._kernels.cache(storage), self._kernels.states(storage)
         rows = batch.token_ids if self._of_tokens or batch.logit_rows is None else batch.logit_rows
         result = np.empty((len(rows), self._width), np.float32)
         use = batch.states
-        self._program.run(
+        seconds = self._program.run(
             self._bound[1],
             batch.token_ids,
             batch.positions,
@@ -47,9 +55,10 @@ class NativeProgram:
             batch.taps,
             self._kernels.pool,
             self._bound[2],
-            *(() if use is None else use.arrays()),
+            *((None, None, None) if use is None else use.arrays()),
+            profile,
         )
-        return result
+        return result, seconds
 
 
 class ProgramRecorder(NativeOperations):
@@ -58,6 +67,7 @@ class ProgramRecorder(NativeOperations):
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
         self.program = kernels.native.Program()
+        self.recorded: list[tuple[str, Any]] = []  # names of operations, in order, with the weights of products
 
     @property
     def kernels(self) -> NativeKernels:
@@ -65,6 +75,9 @@ class ProgramRecorder(NativeOperations):
 
     def run(self, name: str, values: Any, *constants: Any, **batch: Any) -> Any:
         numbers = getattr(self.program, name)(*map(_number, values), *constants)
+        self.recorded.append((name, constants[0] if name == "linear" else None))
+        if numbers is None:
+            return None
         return tuple(map(self._register, numbers)) if isinstance(numbers, tuple) else self._register(numbers)
 
     def _register(self, number: int) -> Register:
@@ -87,7 +100,7 @@ class ProgramRecorder(NativeOperations):
         return Register(self.program.given(width), width)
 
     def tap(self, x: Register, column: int, batch: Batch) -> None:
-        self.program.tap(x.number, column)
+        self.run("tap", (x,), column)
 
 
 def _number(value: Any) -> Any:
