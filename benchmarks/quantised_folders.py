@@ -1,25 +1,16 @@
-"""Time to the first tokens and peak memory with a folder in FP8, AWQ or GPTQ: random weights, shape of TinyLlama-1.1B.
-
-    python benchmarks/quantised_folders.py --methods fp8,awq,gptq --rounds 3
-
-Every start is a process of its own; the file lies in the page cache.
-"""
+"""Folders of a Llama with random weights in FP8, AWQ or GPTQ."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import safetensors.torch
 import torch
-from native_models import model_config
+
+from bifolio.config import ModelConfig
 
 GROUP, BLOCK = 128, 128
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
@@ -27,16 +18,6 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
 }
-START = """
-import sys, time
-begin = time.perf_counter()
-from bifolio import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_model_len=512, num_blocks=40, device=sys.argv[2])
-llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-seconds = time.perf_counter() - begin
-peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))  # kB, since exec
-print(seconds, int(peak) / 1024)
-"""
 Tensors = dict[str, torch.Tensor]
 Draw = Callable[[str, int, int], Tensors]
 
@@ -64,12 +45,12 @@ def drawing(method: str) -> Draw:
     return draw
 
 
-def write(folder: Path, method: str) -> None:
-    config, draw = model_config("T"), drawing(method)
-    d, ffn, kv = config.hidden_size, config.intermediate_size, config.num_kv_heads * config.head_dim
+def write_quantised(folder: Path, config: ModelConfig, method: str) -> None:
+    draw = drawing(method)
+    d, ffn, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     shapes = {
-        "self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
-        "self_attn.o_proj": (d, d), "mlp.gate_proj": (ffn, d), "mlp.up_proj": (ffn, d), "mlp.down_proj": (d, ffn),
+        "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+        "self_attn.o_proj": (d, q), "mlp.gate_proj": (ffn, d), "mlp.up_proj": (ffn, d), "mlp.down_proj": (d, ffn),
     }  # fmt: skip
     tensors: Tensors = {
         "model.embed_tokens.weight": (torch.randn(config.vocab_size, d) * 0.02).bfloat16(),
@@ -80,6 +61,7 @@ def write(folder: Path, method: str) -> None:
             tensors |= draw(f"model.layers.{layer}.{name}", *shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(d)
+    folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     described = {
         "model_type": "llama", "vocab_size": config.vocab_size, "hidden_size": d, "intermediate_size": ffn,
@@ -89,30 +71,3 @@ def write(folder: Path, method: str) -> None:
         "quantization_config": DESCRIPTIONS[method],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(described))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--methods", default=",".join(DESCRIPTIONS), help=f"of {', '.join(DESCRIPTIONS)}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="auto")
-    arguments = parser.parse_args()
-    for method in arguments.methods.split(","):
-        with tempfile.TemporaryDirectory() as found:
-            folder = Path(found)
-            write(folder, method)
-            size = (folder / "model.safetensors").stat().st_size
-            command = [sys.executable, "-c", START, found, arguments.device]
-            runs = [
-                [
-                    float(text)
-                    for text in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-                ]
-                for _ in range(arguments.rounds)
-            ]
-        seconds, peak = (median(column) for column in zip(*runs, strict=True))
-        print(f"{method}: file {size / 1e6:.0f} MB, first tokens after {seconds:.2f} s, peak {peak:.0f} MB")
-
-
-if __name__ == "__main__":
-    main()

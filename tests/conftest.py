@@ -6,13 +6,18 @@
 
 A test is quick by itself. One that takes half a second or more, starts processes or servers of its own, compares with
 transformers (seconds to import) or searches at random is marked `@pytest.mark.full`.
+
+Of each `k` neighbouring cases of a test marked `@pytest.mark.sampled(k)` a run takes one, by a seed that it prints; the
+others are slow. `BIFOLIO_TEST_SEED` repeats a choice; `--every-case`, the name of a test or `-k` leave nothing out.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +41,10 @@ class Collected:
 COLLECTED = pytest.StashKey[Collected]()
 MOST_WORKERS = 8  # each of them collects all tests
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the package `benchmarks`, which is not installed
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers and programs of tests import the same modules many times
+SEED = os.environ.setdefault("BIFOLIO_TEST_SEED", str(random.randrange(10_000)))  # workers inherit it
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: torch and numpy must not start a thread on each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -48,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where tests/gpu run: cuda (or cuda:1); see tests/gpu/conftest.py for ways to try them without a GPU",
     )
+    parser.addoption("--every-case", action="store_true", help="run all cases of tests marked `sampled`")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
@@ -78,6 +87,8 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give every test its tier: quick unless it is marked full or slow, or needs a fixture that takes long."""
+    if samples_cases(config):
+        leave_cases_out(items, SEED)
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         is_long = fixtures & EXPENSIVE_FIXTURES or any(item.iter_markers("full")) or any(item.iter_markers("slow"))
@@ -86,6 +97,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     found = config.stash[COLLECTED]
     found.marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
     found.modules = frozenset(sys.modules)
+
+
+def samples_cases(config: pytest.Config) -> bool:
+    option = config.option
+    return not (option.every_case or option.keyword or any("::" in argument for argument in config.args))
+
+
+def leave_cases_out(items: list[pytest.Item], seed: str) -> None:
+    """Mark as slow all but one of each few neighbouring cases of a sampled test."""
+    groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    counts: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            test = item.nodeid.partition("[")[0]
+            groups[test, counts[test] // mark.args[0]].append(item)
+            counts[test] += 1
+    for (test, group), cases in groups.items():
+        chosen = random.Random(f"{seed}/{test}/{group}").choice(cases)
+        for item in cases:
+            if item is not chosen:
+                item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if samples_cases(config):
+        terminalreporter.write_line(f"sampled cases: BIFOLIO_TEST_SEED={SEED} repeats them, --every-case runs all")
 
 
 def pytest_collection_finish() -> None:

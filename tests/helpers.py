@@ -124,6 +124,15 @@ def transformers_greedy(model: Any, token_ids: Sequence[int], count: int) -> lis
     return [int(token) for token in out[0, len(token_ids) :]]
 
 
+def likeliest_tokens(model: Any, token_ids: Sequence[int], continuation: Sequence[int]) -> list[int]:
+    """The likeliest token of transformers after each beginning of a continuation, from one pass over all of it.
+
+    It equals the continuation if and only if that is transformers' greedy one.
+    """
+    logits = transformers_logits(model, [*token_ids, *continuation[:-1]])
+    return [int(token) for token in logits[len(token_ids) - 1 :].argmax(-1)]
+
+
 def random_prompt(length: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
     """Token ids above the special ones."""
     return [int(token) for token in np.random.default_rng(seed).integers(3, vocab_size, length)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig
+from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig, layers_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import HF_LLAMA, assemble
@@ -26,8 +26,7 @@ NAMES = {
 
 
 def recurrent_config(kind: str) -> RecurrentConfig:
-    """A recurrence in layers 0 and 2 of three."""
-    common: dict[str, Any] = {"layers": (0, 2), "attention_layers": (1,), "width": 3}
+    common: dict[str, Any] = {"width": 3}
     if kind in ("conv", "wide conv"):
         width = 3 if kind == "conv" else 7
         return RecurrentConfig("conv", channels=32, has_norm=False, **{**common, "width": width})
@@ -38,9 +37,10 @@ def recurrent_config(kind: str) -> RecurrentConfig:
 
 
 def hybrid_config(kind: str, **changes: Any) -> ModelConfig:
+    """A recurrence in layers 0 and 2 of three."""
     config = ModelConfig(
         "hybrid", VOCABULARY, 32, 3, 4, 2, 8, 48, 512, ropes=(RopeConfig(1e4, 8),), recurrent=recurrent_config(kind),
-        eos_token_ids=(2,),
+        eos_token_ids=(2,), layers=layers_of(3, attention=(False, True, False), recurrent=(True, False, True)),
     )  # fmt: skip
     gates = {"attention_gate": True, "gate_by_head": True} if kind == "wide conv" else {}
     return replace(config, **{**gates, **changes})

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILDERS = {"InferenceEngine", "ModelRunner", "KVStorage", "CudaStorage", "StateStorage", "new_storage", "make_engine",
             "make_runner", "kv_storage"}  # fmt: skip  # the last three are those of tests/helpers.py
 ALLOWED = {
-    ("benchmarks/gpu_tuning.py", "KVStorage"): "times attention kernels over a cache of random numbers",
-    ("benchmarks/recurrent_prompts.py", "new_storage"): "times the scan of one recurrent layer",
+    ("benchmarks/micro/gpu_tuning.py", "KVStorage"): "times attention kernels over a cache of random numbers",
+    ("benchmarks/micro/gpu_scan.py", "new_storage"): "times the scan of one recurrent layer",
     ("tests/gpu/check_bench.py", "KVStorage"): "checks attention kernels over a cache of random numbers",
     ("tests/gpu/test_gpu_engine.py", "CudaStorage"): "unit test of CudaStorage.move_blocks",
     ("tests/gpu/test_gpu_engine.py", "kv_storage"): "the storage that CudaStorage is compared with",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,3 +57,36 @@ def test_tiers(collected: Any) -> None:
     assert not any("test_native_selftest" in name for name in whole)  # minutes of compilation
     assert not any("TestCacheMachine" in name for name in quick)
     assert imported == []
+    cases: dict[str, list[bool]] = defaultdict(list)
+    for name, tiers in marks.items():
+        if "sampled" in tiers:
+            cases[name.partition("[")[0]].append("slow" not in tiers)
+    assert all(any(taken) for taken in cases.values()), "a sampled test without a case"
+
+
+class StandInCase:
+    """A case of a test with its marks."""
+
+    def __init__(self, name: str, **marks: tuple[int, ...]) -> None:
+        self.nodeid, self.marks = name, marks
+
+    def get_closest_marker(self, name: str) -> Any:
+        return SimpleNamespace(args=self.marks[name]) if name in self.marks else None
+
+    def add_marker(self, name: str) -> None:
+        self.marks[name] = ()
+
+
+def test_a_run_takes_one_of_each_few_cases_by_its_seed(pytestconfig: pytest.Config) -> None:
+    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if hasattr(each, "leave_cases_out"))
+
+    def taken(seed: str) -> list[str]:
+        cases = [StandInCase(f"test_a[{number}]", sampled=(3,)) for number in range(8)]
+        cases += [StandInCase("test_a[long]", sampled=(3,), slow=()), StandInCase("test_b[0]")]
+        plugin.leave_cases_out(cases, seed)
+        return [case.nodeid for case in cases if "slow" not in case.marks]
+
+    assert taken("1") == taken("1")
+    chosen = [taken(str(seed)) for seed in range(50)]
+    assert {len(names) for names in chosen} == {3 + 1}
+    assert {name for names in chosen for name in names} == {f"test_a[{number}]" for number in range(8)} | {"test_b[0]"}

@@ -11,6 +11,8 @@ from typing import Literal, cast, get_args
 
 from bifolio.errors import ConfigError
 from bifolio.expert_config import MoeConfig as MoeConfig
+from bifolio.layer_config import LayerConfig as LayerConfig
+from bifolio.layer_config import layers_of as layers_of
 from bifolio.parameter_count import count_parameters
 from bifolio.recurrent_config import RecurrentConfig as RecurrentConfig
 from bifolio.stream_config import LayerInputConfig as LayerInputConfig
@@ -155,14 +157,7 @@ class ModelConfig:
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
-    layer_rope: tuple[int | None, ...] = ()  # index into `ropes` for each layer, None: no positions; empty: all 0
-    layer_window: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, itself included; empty: none
-    layer_head_dim: tuple[int, ...] = ()  # size of the heads of each layer; empty: head_dim
-    layer_kv_heads: tuple[int, ...] = ()  # key/value heads of each layer; empty: num_kv_heads
-    layer_mlp_size: tuple[int, ...] = ()  # width of the MLP of each layer; empty: intermediate_size
-    layer_cutoff: tuple[float | None, ...] = ()  # gates of each layer so many deviations above the mean are kept
-    kv_sources: tuple[int, ...] = ()  # layer whose keys and values each layer reads; empty: its own
-    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys, before norm and rope
+    layers: tuple[LayerConfig, ...] = ()  # one for each layer; empty: all are usual
     value_norm: bool = False  # RMS norm without weights on each value head
     layer_scales: bool = False  # the residual stream is multiplied by a stored number after each layer
     embedding_scale: float = 1.0
@@ -192,8 +187,12 @@ class ModelConfig:
                 raise ConfigError(f"the model's {name} must be a positive whole number, not {value!r}")
             if value > MODEL_LIMITS[name]:
                 raise ConfigError(f"the model's {name} is {value}: at most {MODEL_LIMITS[name]} are supported")
+        if len(set(self.layers)) <= 1:
+            object.__setattr__(self, "layers", (self.layers or (LayerConfig(),))[:1] * self.num_layers)
+        if len(self.layers) != self.num_layers:
+            raise ConfigError(f"layers has {len(self.layers)} entries for {self.num_layers} layers")
         for rope in self.ropes:
-            if rope.rotary_dim > max((self.head_dim, *self.layer_head_dim)):
+            if rope.rotary_dim > max(self.head_dim, *(layer.head_dim or 0 for layer in self.layers)):
                 raise ConfigError(f"rope rotates {rope.rotary_dim} dimensions of heads of {self.head_dim}")
             if max(len(rope.frequency_factors), len(rope.frequency_factors_short)) > rope.rotary_dim:
                 raise ConfigError("rope has more frequency factors than rotated dimensions")
@@ -207,13 +206,9 @@ class ModelConfig:
             self.mla.rope_size + self.mla.latent_size,
         ):
             raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
-        if self.recurrent is not None:
-            self.recurrent.check_layers(self.num_layers)
-        elif not self.learned_positions and not self.ropes:
+        if self.recurrent is None and not self.learned_positions and not self.ropes:
             raise ConfigError("a model without learned positions needs a rope configuration")
         self._check_layers()
-        if any(index is not None and index >= len(self.ropes) for index in self.layer_rope):
-            raise ConfigError("layer_rope names a rope configuration that does not exist")
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
             raise ConfigError("a norm over all query heads after rope is not supported")
         for name in ("residual_scale", "logit_scale", "embedding_scale"):
@@ -221,26 +216,34 @@ class ModelConfig:
                 raise ConfigError(f"the model's {name} must be a positive number, not {getattr(self, name)}")
 
     def _check_layers(self) -> None:
-        """Check the fields that have an entry for each layer."""
-        for name in ("rope", "window", "head_dim", "kv_heads", "mlp_size", "cutoff"):
-            length = len(getattr(self, f"layer_{name}"))
-            if length not in (0, self.num_layers):
-                raise ConfigError(f"layer_{name} has {length} entries for {self.num_layers} layers")
-        limits = ("head_dim", "head_dim"), ("kv_heads", "num_kv_heads"), ("mlp_size", "intermediate_size")
-        for name, limit in limits:
-            for value in getattr(self, f"layer_{name}"):
-                if not 0 < value <= MODEL_LIMITS[limit]:
+        """Check that the layers fit together, and to the model."""
+        for index, layer in enumerate(self.layers):
+            for name, limit in (
+                ("head_dim", "head_dim"),
+                ("kv_heads", "num_kv_heads"),
+                ("mlp_size", "intermediate_size"),
+            ):
+                value = getattr(layer, name)
+                if value is not None and not 0 < value <= MODEL_LIMITS[limit]:
                     raise ConfigError(f"the model's {limit} must be between 1 and {MODEL_LIMITS[limit]}, not {value}")
-        if any(self.num_heads % heads for heads in self.layer_kv_heads):
-            raise ConfigError(f"{self.num_heads} query heads cannot share {set(self.layer_kv_heads)} key/value heads")
-        if len(self.kv_sources) not in (0, self.num_layers):
-            raise ConfigError(f"kv_sources has {len(self.kv_sources)} entries for {self.num_layers} layers")
-        for layer, source in enumerate(self.kv_sources):
-            same = all(
-                size(layer) == size(source) for size in (self.head_size, self.kv_heads, self.window) if source >= 0
+            if self.num_heads % self.kv_heads(index):
+                raise ConfigError(
+                    f"{self.num_heads} query heads cannot share {self.kv_heads(index)} key/value heads evenly"
+                )
+            if not (layer.attention or layer.recurrent or layer.mlp):
+                raise ConfigError(f"layer {index} has neither attention, nor a recurrence, nor an MLP")
+            if layer.rope is not None and layer.rope >= max(len(self.ropes), 1):
+                raise ConfigError(f"layer {index} names a rope configuration that does not exist")
+            source = self.kv_source(index)
+            same = 0 <= source <= index and all(
+                size(index) == size(source) for size in (self.head_size, self.kv_heads, lambda n: self.layers[n].window)
             )
-            if not 0 <= source <= layer or self.kv_sources[source] != source or not same:
-                raise ConfigError(f"layer {layer} cannot read the keys and values of layer {source}")
+            if not same or self.layers[source].kv_source is not None:
+                raise ConfigError(f"layer {index} cannot read the keys and values of layer {source}")
+        if not self.attention_layers:
+            raise ConfigError("models without any attention layer are not supported")
+        if (self.recurrent is not None) != bool(self.recurrent_layers):
+            raise ConfigError("a model with a recurrent configuration has no recurrent layer, or the reverse")
 
     @property
     def scale(self) -> float:
@@ -256,7 +259,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def head_size(self, layer: int) -> int:
-        return self.layer_head_dim[layer] if self.layer_head_dim else self.head_dim
+        return self.layers[layer].head_dim or self.head_dim
 
     def gate_size(self, layer: int) -> int:
         """Gates on the output of attention."""
@@ -267,30 +270,19 @@ class ModelConfig:
         return self.qkv_bias and not self.gate_by_head
 
     def kv_heads(self, layer: int) -> int:
-        return self.layer_kv_heads[layer] if self.layer_kv_heads else self.num_kv_heads
+        return self.layers[layer].kv_heads or self.num_kv_heads
 
     def mlp_size(self, layer: int) -> int:
-        return self.layer_mlp_size[layer] if self.layer_mlp_size else self.intermediate_size
-
-    def cutoff(self, layer: int) -> float | None:
-        return self.layer_cutoff[layer] if self.layer_cutoff else None
+        return self.layers[layer].mlp_size or self.intermediate_size
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values this layer reads: itself, or an earlier one."""
-        return self.kv_sources[layer] if self.kv_sources else layer
-
-    def window(self, layer: int) -> int | None:
-        return self.layer_window[layer] if self.layer_window else None
-
-    def rope_index(self, layer: int) -> int | None:
-        return self.layer_rope[layer] if self.layer_rope else 0
+        source = self.layers[layer].kv_source
+        return layer if source is None else source
 
     def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and layer not in self.moe.dense_layers and self.has_mlp(layer)
-
-    def has_mlp(self, layer: int) -> bool:
-        own = None if self.recurrent is None else self.recurrent.mlp_layers
-        return own is None or layer in own
+        own = self.layers[layer]
+        return self.moe is not None and own.mlp and not own.dense
 
     @property
     def has_mlp_norm(self) -> bool:
@@ -300,7 +292,12 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
-        return tuple(range(self.num_layers)) if self.recurrent is None else self.recurrent.attention_layers
+        return tuple(index for index, layer in enumerate(self.layers) if layer.attention)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a recurrence."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.recurrent)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:

@@ -35,7 +35,6 @@ class MoeConfig:
     expert_bias: bool = False
     shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
     shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
-    dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
     beside_mlp: bool = False  # experts are added to the MLP, each with norms of its own; experts have factors (Gemma 4)
 
     def __post_init__(self) -> None:

@@ -12,14 +12,13 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     """Parameters with `num_experts` experts in every layer that has some."""
     d, own = config.hidden_size, config.recurrent
     per_norm = d * (config.norm_weight + (config.norm == "layer" and config.norm_bias))
-    mixers = set(config.attention_layers) | set(() if own is None else own.layers)
-    with_mlp = [layer for layer in range(config.num_layers) if config.has_mlp(layer)]
-    norms = len(mixers) + len(with_mlp)
+    with_mlp = [index for index, layer in enumerate(config.layers) if layer.mlp]
+    norms = sum(layer.attention or layer.recurrent for layer in config.layers) + len(with_mlp)
     norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * (not config.has_mlp_norm) + 1
     total = config.vocab_size * (d * (1 if config.tie_embeddings else 2) + config.head_bias)
     total += config.max_position * d * config.learned_positions + per_norm * norms
     total += sum(_attention(config, layer) for layer in config.attention_layers)
-    total += 0 if own is None else len(own.layers) * own.count_parameters(d)
+    total += 0 if own is None else len(config.recurrent_layers) * own.count_parameters(d)
     for layer in with_mlp:
         if config.moe is not None and num_experts is not None and config.has_experts(layer):
             total += _experts(config, config.moe, num_experts)
@@ -35,7 +34,7 @@ def _attention(config: ModelConfig, layer: int) -> int:
     d, dim = config.hidden_size, config.head_size(layer)
     query, kv = config.num_heads * dim, config.kv_heads(layer) * dim
     writes = config.kv_source(layer) == layer
-    projected = query + kv * writes * (1 if layer in config.keys_as_values else 2)
+    projected = query + kv * writes * (1 if config.layers[layer].keys_as_values else 2)
     qk_width = query + kv if config.qk_norm_all_heads else dim * (2 if writes else 1)
     total = d * projected + query * d + projected * config.qkv_bias + d * config.output_bias
     total += (d + config.gate_bias) * config.gate_size(layer)

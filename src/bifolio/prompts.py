@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
     prompt: str
+    suffix: NotRequired[str]  # beyond vLLM: the text after the gap that the model fills in
 
 
 class TokensPrompt(TypedDict):

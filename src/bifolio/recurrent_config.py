@@ -24,8 +24,6 @@ class RecurrentConfig:
     """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
 
     kind: Literal["conv", "delta", "mamba"]
-    layers: tuple[int, ...]  # with a recurrence
-    attention_layers: tuple[int, ...]  # with attention; a layer may have both (Falcon-H1), or neither (Nemotron-H)
     width: int  # taps of the convolution
     channels: int
     heads: int = 0
@@ -39,7 +37,6 @@ class RecurrentConfig:
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     tiled: bool = False  # order of the heads: `kernels.interface.Recurrence`
-    mlp_layers: tuple[int, ...] | None = None  # with an MLP or experts; None: all
 
     def __post_init__(self) -> None:
         for name, limit in RECURRENT_LIMITS.items():
@@ -50,10 +47,6 @@ class RecurrentConfig:
                 raise ConfigError(
                     f"the {name} of the recurrent layers must be between {least} and {limit}, not {value!r}"
                 )
-        if not self.layers:
-            raise ConfigError("a model with a recurrent configuration has no recurrent layer")
-        if not self.attention_layers:
-            raise ConfigError("models without any attention layer are not supported")
         if self.kind != "conv":
             if self.heads % self.groups:
                 raise ConfigError(f"{self.heads} recurrent heads cannot share {self.groups} groups of keys evenly")
@@ -96,12 +89,3 @@ class RecurrentConfig:
         rows = sum(self.input_sizes)
         matrices = hidden_size * (rows + self.inner_size) + (rows + hidden_size) * self.projection_bias
         return matrices + self.channels * (self.width + self.conv_bias) + self.heads * self.vectors + self.norm_size
-
-    def check_layers(self, num_layers: int) -> None:
-        """Raise ConfigError unless the numbers of layers are in order and below `num_layers`, and none is empty."""
-        mlps = tuple(range(num_layers)) if self.mlp_layers is None else self.mlp_layers
-        for layers in (self.layers, self.attention_layers, mlps):
-            if list(layers) != sorted(set(layers)) or not all(0 <= layer < num_layers for layer in layers):
-                raise ConfigError(f"the layers of a hybrid model must be in order and below {num_layers}: {layers}")
-        if {*self.layers, *self.attention_layers, *mlps} != set(range(num_layers)):
-            raise ConfigError("a layer of a hybrid model has neither attention, nor a recurrence, nor an MLP")

@@ -22,6 +22,7 @@ LogitsProcessor = Callable[..., Any]
 
 MAX_LOGPROBS = 1024  # longer lists cost more to send to the client than to compute
 MAX_SEED_BITS = 64
+IGNORED = {"spaces_between_special_tokens": "the tokenizer decides"}  # fields that are accepted and change nothing
 
 
 class RequestOutputKind(enum.Enum):
@@ -73,7 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     detokenize: bool = True  # False: token ids alone, no text
     skip_special_tokens: bool = True  # leave tokens such as the end of a turn out of the text
-    spaces_between_special_tokens: bool = True  # accepted for vLLM's sake; the tokenizer decides
+    spaces_between_special_tokens: bool = True  # see IGNORED
     logits_processors: tuple[LogitsProcessor, ...] = ()  # functions that change the logits of every token
     grammar: object | None = None  # a constraint on the text: a `bifolio.Grammar`
     structured_outputs: StructuredOutputsParams | None = None  # the same, as vLLM writes it
@@ -390,4 +391,6 @@ def _check_structure(params: SamplingParams) -> None:
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise TokenIdError(f"{name} has the token id {token_id}, but the vocabulary ends at {vocab_size - 1}")
+            raise TokenIdError(
+                f"{name} has the token id {token_id}, but the vocabulary ends at {vocab_size - 1}: leave it out"
+            )

@@ -287,8 +287,10 @@ def test_bad_prompts_refuse_the_whole_call_and_leave_nothing_behind(llm: LLM) ->
         llm.generate([TEXT, "word " * 500])
     with pytest.raises(RequestError, match="token id"):
         llm.generate([TEXT, [1.5, 2.5]])  # type: ignore[list-item]
-    with pytest.raises(RequestError, match="a prompt is text, a list of token ids"):
+    with pytest.raises(RequestError, match="a prompt has no 'text': it has prompt, prompt_token_ids"):
         llm.generate([{"text": TEXT}])
+    with pytest.raises(RequestError, match="a prompt is text, a list of token ids"):
+        llm.generate([{"prompt": None}])
     with pytest.raises(RequestError, match="2 prompts and 3 SamplingParams"):
         llm.generate([TEXT, TEXT], [GREEDY] * 3)
     check_idle(llm)

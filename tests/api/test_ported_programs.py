@@ -142,7 +142,7 @@ def test_public_names_are_listed() -> None:
 def test_every_field_of_the_parameters_is_documented() -> None:
     source = Path(bifolio.sampling_params.__file__).read_text()  # type: ignore[attr-defined]
     body = source.split("class SamplingParams:")[1].split("def __post_init__")[0]
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "python.md").read_text()
     for item in dataclasses.fields(SamplingParams):
         assert re.search(rf"^    {item.name}: .*  # \S", body, re.MULTILINE), f"{item.name} has no comment"
-        assert f"`{item.name}`" in page, f"{item.name} is not in docs/python.md"
+        assert f"`{item.name}`" in page, f"{item.name} is not in docs/reference/python.md"

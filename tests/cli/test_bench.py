@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bifolio.cli import moved
 from bifolio.cli.bench import numbers
 from bifolio.cli.bench_output import title
 from bifolio.cli.main import build_app
@@ -107,18 +109,6 @@ def test_wrong_settings_are_refused_before_anything_runs(trace_file: Path, tmp_p
 
 
 @pytest.mark.full
-def test_targets_of_a_file_with_random_weights() -> None:
-    record = run_json("targets", "-n", "2", "-r", "1", "--requests", "16")
-    assert (record["model"], record["format"], record["kv_dtype"]) == ("random-tiny-q4_0.gguf", "q4_0", "f16")
-    rows = {row["name"]: row for row in record["rows"]}
-    assert rows["sequences at once"] == {"name": "sequences at once", "value": 16, "target": 16, "met": True}
-    assert rows["KV slots filled"]["met"]
-    printed = run("targets", "-n", "2", "-r", "1", "--requests", "16")
-    assert "< 1.15" in printed
-    assert "> 90%" in printed
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -142,3 +132,29 @@ def test_the_trace_of_the_readme_shows_the_difference_between_kinds_of_batching(
     continuous, padded, packed = json.loads(result.stdout)["runs"]
     assert padded["num_steps"] > 1.5 * continuous["num_steps"]
     assert packed["num_steps"] > 1.5 * continuous["num_steps"]
+
+
+def test_verbs_that_have_moved_say_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved, "source_tree", lambda: None)
+    for old, new in {"gpu": "gpu", "cluster": "fleet", "targets": "targets", "formats": "formats"}.items():
+        with pytest.raises(ConfigError, match=f"`bifolio bench {old}` is now `python -m benchmarks {new}`"):
+            CliRunner().invoke(build_app(["bench"]), ["bench", old, "--json"], catch_exceptions=False)
+    help_text = CliRunner().invoke(build_app(["bench"]), ["bench", "--help"]).stdout
+    assert "cluster" not in help_text
+
+
+@pytest.mark.full
+def test_a_verb_that_has_moved_still_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    done = CliRunner().invoke(build_app(["bench"]), ["bench", "targets", "--help"])
+    assert done.exit_code == 0
+    printed = capfd.readouterr()
+    assert "usage: python -m benchmarks targets" in printed.out
+
+
+def test_a_foreign_package_of_that_name_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
+    monkeypatch.setattr(moved, "__file__", str(tmp_path / "a" / "b" / "c" / "moved.py"))
+    assert moved.source_tree() is None

@@ -15,6 +15,7 @@ from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError, ConfigError, GrammarError
 from cli_runner import CliRunner
 from helpers import CORPUS, tiny_folder
+from infill_models import infill_folder
 
 TEXT = "Once upon a time"
 
@@ -162,7 +163,10 @@ def test_too_little_memory_is_advised_without_nonsense() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [["generate", "--device", "cuda", TEXT], ["bench", "gpu"]])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "command", [["generate", "--device", "cuda", TEXT], ["bench", "throughput", "--device", "cuda"]]
+)
 def test_a_missing_gpu_is_one_sentence(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bifolio", *command], capture_output=True, text=True, timeout=120, check=False,
@@ -221,3 +225,20 @@ def test_mistakes_are_one_line_on_a_terminal() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_gap_is_filled_before_a_suffix(folder: Path, tmp_path: Path) -> None:
+    coder = infill_folder()
+    options = ("-m", str(coder), "-n", "12", "-t", "0", "--max-model-len", "128")
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    filled = LLM(coder, max_model_len=128).generate({"prompt": TEXT, "suffix": " end."}, params)[0].outputs[0].text
+    assert invoke(*options, TEXT, "--suffix", " end.") == filled + "\n"
+    assert invoke(*options, TEXT, "--suffix", " end.", "--echo") == TEXT + filled + " end.\n"
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt": TEXT, "suffix": " end."}) + "\n")
+    assert json.loads(invoke(*options, "--input", str(lines)))["outputs"][0]["text"] == filled
+    result = CliRunner().invoke(build_app(), ["generate", *options, "--input", str(lines), "--suffix", "x"])
+    assert result.exit_code == 2
+    assert "put a 'suffix' into the lines of --input" in result.output
+    with pytest.raises(BifolioError, match="leave the suffix out, or use a model such as"):
+        invoke("-m", str(folder), TEXT, "--suffix", "x")

@@ -116,6 +116,9 @@ def test_bash_completes_verbs_and_options() -> None:
         (["bifolio", "chat", "--context"], "--context-policy"),
         (["bifolio", "bench", "thr"], "throughput"),
         (["bifolio", "bench", "latency", "--bat"], "--batch"),
+        (["bifolio", "gguf", "sp"], "split"),
+        (["bifolio", "gguf", "edit", "--in"], "--in-place"),
+        (["bifolio", "cluster", "dep"], "deploy"),
     ):
         quoted = " ".join(f"'{word}'" for word in words)
         ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _bifolio; echo ${{COMPREPLY[@]}}"

@@ -29,13 +29,11 @@ from helpers import cpu_kernel_names, tiny_folder
 NUMERIC_OPTIONS = ("kv_dtype", "activations", "threads")  # on every command that runs a model
 DEVICE_OPTIONS = ("device", "deterministic")
 OWN_SETTINGS = {
-    "bench targets": {"kv_dtype", "threads", *DEVICE_OPTIONS},  # the planned figures are of 2 threads and an f16 cache
-    "bench formats": {"kv_dtype", "activations", *DEVICE_OPTIONS},  # compares formats on the CPU, with the defaults
     "imatrix": {"kv_dtype", "activations", *DEVICE_OPTIONS},  # watches the CPU's operations one by one
     "quantize": {"kv_dtype", *DEVICE_OPTIONS},  # converts; scores a text on the CPU on request
 }
-NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "rm", "doctor", "completion", "bench serve", "bench gpu",
-                 "cluster status", "cluster delete"}  # fmt: skip
+NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "rm", "doctor", "completion", "bench serve",
+                 "cluster status", "cluster delete", "gguf split", "gguf merge", "gguf edit"}  # fmt: skip
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTION = "Once upon a time a little fox"
 

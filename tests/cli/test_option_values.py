@@ -98,3 +98,23 @@ def test_names_that_no_verb_has_are_warned_about(config: Path, text: str, warned
 def test_a_bad_variable_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIFOLIO_THREADS", "x")
     assert "BIFOLIO_THREADS is 'x'" in str(run()[1].exception)
+
+
+def test_variables_that_stand_for_no_option_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, note in (
+        ("BIFOLIO_THREADSS", "stands for no option: did you mean 'BIFOLIO_THREADS'?"),
+        ("BIFOLIO_JSON", "has no effect: pass --json"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "4")
+            assert f"warning: {name} {note}" in run()[1].stderr
+    for name in ("BIFOLIO_THREADS", "BIFOLIO_PORT", "BIFOLIO_ISA", "BIFOLIO_TEST_DATA"):  # --port is of another verb
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "4")
+            assert run()[1].stderr == ""
+
+
+def test_a_table_inside_the_table_of_a_verb_is_refused(config: Path) -> None:
+    config.write_text("[go.there]\nthreads = 2\n")
+    result = run()[1]
+    assert 'write ["go there"] instead of [go.there]' in str(result.exception)

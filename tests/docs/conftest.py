@@ -1,8 +1,23 @@
-"""Makes the hub of tests/cli importable here."""
+"""Makes the hub of tests/cli importable here, and starts the process that forks programs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[str | None]:
+    """The socket of forked programs; none where a process cannot wait for another one and a socket together."""
+    if not sys.platform.startswith("linux"):
+        yield None
+        return
+    from forked_programs import serving
+
+    with serving() as path:
+        yield path

@@ -8,17 +8,24 @@ A comment before a block says how it is run where that is not simply "as it stan
     <!-- run: beside "bifolio serve" -->             a server runs meanwhile
     <!-- run: installed -->                          the package is installed: `pip install` is checked, the rest is run
     <!-- run: help: REASON -->                       not run; the program exists, and its --help has every option used
+    <!-- run: walk: REASON -->                       run by scripts/walk-docs; tests check the options alone
     <!-- run: no: REASON -->                         neither run nor checked
 
 Several are separated by semicolons. A block without a language must begin with a known command; all other blocks that
 are no code are labelled `text`, `json` and so on.
+
+    <!-- output -->                                  this block is the output of the code before it; `...` is any text
+    <!-- output: real model -->                      the same, unless a small model is in the place of the named one
+    <!-- session: bifolio chat -m smollm2 -->        a conversation: lines with "> " are typed, the others are answers
+    <!-- walk: in order -->                          blocks that build on each other: one folder, one interpreter
+                                                     for its Python blocks, and servers that run until the page ends
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +51,10 @@ FENCE = re.compile(r"(?P<indent> {0,3})(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w
 MARKER = re.compile(r"\s*<!--\s*run:\s*(?P<items>.*?)\s*-->\s*")
 ADD = re.compile(r'add "(?P<options>[^"]+)" to "(?P<command>[^"]+)"')
 BESIDE = re.compile(r'beside "(?P<command>[^"]+)"')
-REASON = re.compile(r"(?P<kind>help|no): *(?P<reason>\S.*)")
+OUTPUT = re.compile(r"\s*<!--\s*output(?P<real>: real model)?\s*-->\s*")
+SESSION = re.compile(r"\s*<!--\s*session:\s*(?P<command>.*?)\s*-->\s*")
+WALK = re.compile(r"^<!-- walk: in order -->$", re.MULTILINE)
+REASON = re.compile(r"(?P<kind>help|walk|no): *(?P<reason>\S.*)")
 
 
 class MarkerError(ValueError):
@@ -59,6 +69,7 @@ class Marker:
     added: tuple[tuple[str, str], ...] = ()  # (beginning of a command, options)
     beside: str | None = None
     help_only: str | None = None  # the reason
+    walk_only: str | None = None  # the reason
     never: str | None = None  # the reason
 
     @classmethod
@@ -73,10 +84,27 @@ class Marker:
             elif match := BESIDE.fullmatch(item):
                 values["beside"] = match["command"]
             elif match := REASON.fullmatch(item):
-                values["help_only" if match["kind"] == "help" else "never"] = match["reason"]
+                values[{"help": "help_only", "walk": "walk_only", "no": "never"}[match["kind"]]] = match["reason"]
             else:
                 raise MarkerError(f"{item!r} is no way to run a block: see tests/docs/doc_blocks.py")
         return cls(added=tuple(added), **values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The output that a page shows for a block."""
+
+    text: str
+    of_real_model: bool = False  # a small model in its place answers something else
+
+    def matches(self, output: str) -> bool:
+        """Whether the output is the shown one: `...` is any text, and spaces at the ends of lines do not count."""
+        parts = [re.escape(part) for part in _stripped(self.text).split("...")]
+        return re.fullmatch(".*".join(parts), _stripped(output), re.DOTALL) is not None
+
+
+def _stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
 @dataclass(frozen=True)
@@ -86,6 +114,8 @@ class Block:
     language: str
     text: str
     marker: Marker = field(default_factory=Marker)
+    shown: Shown | None = None  # the output that the page has after it
+    session: str | None = None  # the command of a conversation
 
     @property
     def name(self) -> str:
@@ -93,7 +123,9 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """shell, python, none (labelled as no code) or unknown."""
+        """shell, python, session, none (labelled as no code) or unknown."""
+        if self.session is not None:
+            return "session"
         if self.language in SHELL:
             return "shell"
         if self.language in PYTHON:
@@ -105,7 +137,8 @@ class Block:
     @property
     def is_quick(self) -> bool:
         """Whether the quick tier runs it: short commands; Python blocks and `--help` of scripts load many modules."""
-        return not self.marker.full and self.kind == "shell" and self.marker.help_only is None
+        is_checked = self.marker.help_only is not None or self.marker.walk_only is not None
+        return not self.marker.full and self.kind == "shell" and not is_checked
 
 
 def begins_with_command(text: str) -> bool:
@@ -120,7 +153,15 @@ def documents() -> list[Path]:
 
 
 def all_blocks() -> list[Block]:
-    return [block for path in documents() for block in blocks_of(path.read_text("utf-8"), _relative(path))]
+    """The blocks of all pages that are not walked as a whole."""
+    pages = [(path, path.read_text("utf-8")) for path in documents()]
+    return [block for path, text in pages if not WALK.search(text) for block in blocks_of(text, _relative(path))]
+
+
+def walked_pages() -> dict[str, list[Block]]:
+    """The blocks of pages that are run in order, by page."""
+    pages = {_relative(path): path.read_text("utf-8") for path in documents()}
+    return {name: list(blocks_of(text, name)) for name, text in pages.items() if WALK.search(text)}
 
 
 def _relative(path: Path) -> str:
@@ -128,19 +169,44 @@ def _relative(path: Path) -> str:
 
 
 def blocks_of(markdown: str, path: str) -> Iterator[Block]:
-    """Fenced blocks, and indented ones that begin with a known command."""
-    lines = markdown.splitlines()
+    """Fenced blocks, and indented ones that begin with a known command; shown output belongs to the code before it."""
+    last: Block | None = None
+    for block in _plain_blocks(markdown.splitlines(), path):
+        if block.shown is None:
+            if last is not None:
+                yield last
+            last = block
+        elif last is None or last.kind not in ("shell", "python"):
+            raise MarkerError(f"{block.name}: no code stands before this output")
+        else:
+            last = replace(last, shown=block.shown)
+    if last is not None:
+        yield last
+
+
+def _plain_blocks(lines: list[str], path: str) -> Iterator[Block]:
+    """The blocks one by one: a block of output has itself as `shown`."""
     number, marker, is_list = 0, Marker(), False
+    output: re.Match[str] | None = None
+    session: str | None = None
     while number < len(lines):
         line = lines[number]
         if match := MARKER.fullmatch(line):
             marker = Marker.parse(match["items"])
             number += 1
+        elif match := OUTPUT.fullmatch(line):
+            output = match
+            number += 1
+        elif match := SESSION.fullmatch(line):
+            session = match["command"]
+            number += 1
         elif match := FENCE.fullmatch(line):
             end = _end_of_fence(lines, number + 1, match["fence"])
             body = [text.removeprefix(match["indent"]) for text in lines[number + 1 : end]]
-            yield Block(path, number + 2, match["language"].lower(), "\n".join(body), marker)
-            number, marker, is_list = end + 1, Marker(), False
+            text = "\n".join(body)
+            shown = Shown(text, output["real"] is not None) if output is not None else None
+            yield Block(path, number + 2, match["language"].lower(), text, marker, shown, session)
+            number, marker, is_list, output, session = end + 1, Marker(), False, None, None
         elif line.startswith("    ") and not is_list and begins_with_command(line):
             end = number
             while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):

@@ -27,6 +27,7 @@ from stand_ins import model_file, model_folder, provide, provide_named
 from bifolio.model.pull import PACKAGED
 
 PACKAGE_MEMBER = PACKAGED["smollm2"].member
+FORKED = Path(__file__).with_name("forked_programs.py")
 TIMEOUT = 240  # seconds for one command
 NOT_HERE = re.compile(r"\b(pip install|pytest|apt-get|apt install|sudo|git clone|wget|docker)\b")
 INSTALL = re.compile(r"pip install (?P<requirements>[^&|;]+?)\s*(?:&&\s*|$)")
@@ -49,58 +50,103 @@ class DocumentedCommandError(AssertionError):
 
 
 class Runner:
-    """A folder, an environment and stand-in files for the blocks of one test."""
+    """A folder, an environment and stand-in files for the blocks of one test.
 
-    def __init__(self, folder: Path) -> None:
+    With `forks`, the socket of `forked_programs.py`, commands other than servers run in forks. `python` is the
+    interpreter of an installed package, `models` a cache for models that are really pulled.
+    """
+
+    def __init__(
+        self, folder: Path, forks: str | None = None, python: str = sys.executable, models: Path | None = None
+    ) -> None:
+        self.python = python
+        self.real_models = models is not None
         self.folder = folder / "work"
         self.folder.mkdir()
-        self._programs = folder / "bin"
-        self._programs.mkdir()
+        self._programs, self._forked_programs = folder / "bin", folder / "forked"
         self._home = folder / "home"
         self._home.mkdir()
         for name in ("benchmarks", "scripts"):
             (self.folder / name).symlink_to(ROOT / name)
-        self._write_programs()
+        self._write_programs(self._programs, python)
+        self._write_programs(self._forked_programs, shlex.join(python_command(forks)) if forks else python)
         self.port = free_port()
         self.environment = {
             **os.environ,
-            "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{self._forked_programs}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self._home),
-            "BIFOLIO_CACHE": str(self._home / "cache"),
+            "BIFOLIO_CACHE": str(models or self._home / "cache"),
             "HF_HOME": str(self._home / "hub"),
             "MPLBACKEND": "Agg",
             "COLUMNS": "120",
             "OMP_NUM_THREADS": "1",  # small models are slower on several threads
         }
 
-    def _write_programs(self) -> None:
+    def _write_programs(self, folder: Path, python: str) -> None:
+        """`bifolio` and `python`, run by a command."""
+        folder.mkdir()
         wheel = self._home / "package.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.write(model_file(), PACKAGE_MEMBER)
         source = self._home / "program.py"
         source.write_text(PROGRAM.format(digest=sha256(model_file().read_bytes()).hexdigest(), wheel=str(wheel)))
-        for name, line in {"bifolio": f'{sys.executable} {source} "$@"', "python": f'{sys.executable} "$@"'}.items():
-            (self._programs / name).write_text(f"#!/bin/sh\nexec {line}\n")
-            (self._programs / name).chmod(0o755)
+        program = f'{python} -m bifolio "$@"' if self.real_models else f'{python} {source} "$@"'
+        for name, line in {"bifolio": program, "python": f'{python} "$@"'}.items():
+            (folder / name).write_text(f"#!/bin/sh\nexec {line}\n")
+            (folder / name).chmod(0o755)
 
     # -- whole blocks --------------------------------------------------------------------------------------------
     def run(self, block: Block, has_gpu: bool) -> None:
+        """Run a block, and compare its output with the one that the page shows."""
+        output = self._output(block, has_gpu)
+        if block.shown is not None and output is not None:
+            self.compare(block, output)
+
+    def compare(self, block: Block, output: str) -> None:
+        shown = block.shown
+        if shown is None or (shown.of_real_model and not self.real_models) or shown.matches(output):
+            return
+        page = textwrap.indent(shown.text, "    ")
+        raise DocumentedCommandError(f"{block.name} shows\n{page}\nand gives\n{textwrap.indent(output, '    ')}")
+
+    def _output(self, block: Block, has_gpu: bool) -> str | None:
+        """The standard output of a block; None if it was not run."""
         marker = block.marker
         if marker.never is not None:
+            return None
+        if self.only_checked(block) or (block.kind == "shell" and marker.needs_gpu and has_gpu):
+            self.check(block)
+            return None
+        if block.kind == "shell":
+            return self.run_shell(block, self.commands(block))
+        if marker.beside is None:
+            return self._run_python(block)
+        self.provide_models(marker.beside)
+        with self.server(marker.beside):
+            return self._run_python(block)
+
+    def only_checked(self, block: Block) -> bool:
+        """Whether the block is not run: long ones are left to a walk with real models."""
+        return block.marker.help_only is not None or (block.marker.walk_only is not None and not self.real_models)
+
+    def check(self, block: Block) -> None:
+        """Check a block without running it: options of commands exist, Python code compiles."""
+        if block.kind == "python":
+            compile(block.text, block.name, "exec")
             return
-        commands = [self._shortened(command, block) for command in commands_of(block)]
-        if block.kind == "shell" and (marker.help_only is not None or (marker.needs_gpu and has_gpu)):
-            for command in commands:
-                check_options(command, self.environment)
-        elif block.kind == "shell":
-            self._run_shell(block, commands)
-        elif marker.beside is not None:
-            if "smollm2" in shlex.split(marker.beside):
-                self._pulled("smollm2")
-            with self.server(marker.beside):
-                self._run_python(block)
-        else:
-            self._run_python(block)
+        for command in self.commands(block):
+            check_options(command, self.environment)
+
+    def commands(self, block: Block) -> list[str]:
+        return [self._shortened(command, block) for command in commands_of(block)]
+
+    def provide_models(self, command: str) -> None:
+        """Pull a model that the command names and no command before it pulled."""
+        if "smollm2" in shlex.split(command, comments=True) and not self._has("smollm2"):
+            check_success("bifolio pull smollm2", self._bash("bifolio pull smollm2"))
+
+    def _has(self, name: str) -> bool:
+        return (Path(self.environment["BIFOLIO_CACHE"]) / "models" / f"{name}.gguf").exists()
 
     def _shortened(self, command: str, block: Block) -> str:
         for beginning, added in block.marker.added:
@@ -109,7 +155,7 @@ class Runner:
                 command = "\n".join([*before, f"{last} {added}"])
         return command
 
-    def _run_shell(self, block: Block, commands: list[str]) -> None:
+    def run_shell(self, block: Block, commands: list[str]) -> str:
         if block.marker.installed:
             commands = [without_install(command) for command in commands]
         for command in commands:
@@ -117,34 +163,39 @@ class Runner:
                 raise DocumentedCommandError(
                     f"{block.name} runs {found.group()!r}: mark it, as in <!-- run: help: installs the package -->"
                 )
+        output = []
         with self.hub("\n".join(commands)):
             for command in commands:
                 provide(command.split("\n")[-1], self.folder)
-                if "smollm2" in shlex.split(command, comments=True) and not any("pull" in each for each in commands):
-                    self._pulled("smollm2")
+                if not any("pull" in each for each in commands):
+                    self.provide_models(command)
                 if is_server(command) and not block.marker.needs_gpu:
-                    with self.server(command):
-                        pass
+                    self.run_server(command)
                 else:
                     done = self._bash(command)
                     check_refusal(command, done) if block.marker.needs_gpu else check_success(command, done)
+                    output.append(done.stdout)
+        return "".join(output)
 
-    def _run_python(self, block: Block) -> None:
+    def run_server(self, command: str) -> None:
+        """Start a server and end it when it is ready."""
+        with self.server(command):
+            pass
+
+    def _run_python(self, block: Block) -> str:
         provide_named(block.text, self.folder)
         source = self.folder / "block.py"
         source.write_text(self._moved(block.text), encoding="utf-8")
         done = self._bash("python block.py")
-        if block.marker.needs_gpu:
-            check_refusal(block.name, done)
-        else:
-            check_success(block.text, done)
+        check_refusal(block.name, done) if block.marker.needs_gpu else check_success(block.text, done)
+        return done.stdout
 
-    def _bash(self, command: str) -> subprocess.CompletedProcess[str]:
+    def _bash(self, command: str, typed: str = "Hello\n") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-e", "-o", "pipefail", "-c", self._moved(command)],
             cwd=self.folder,
             env=self.environment,
-            input="Hello\n",  # for commands that read it
+            input=typed,
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
@@ -162,9 +213,10 @@ class Runner:
         provide(command, self.folder)
         code = re.sub(r"(--port|-p)[ =]\d+", "", command) + f" --port {self.port}"
         log = self.folder.parent / "server.log"
+        environment = {**self.environment, "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}"}
         with log.open("wb") as errors:
             process = subprocess.Popen(
-                ["bash", "-c", "exec " + code], cwd=self.folder, env=self.environment, stdout=errors, stderr=errors
+                ["bash", "-c", "exec " + code], cwd=self.folder, env=environment, stdout=errors, stderr=errors
             )
         try:
             self._wait_ready(process, log, command)
@@ -203,9 +255,10 @@ class Runner:
             self.environment["HF_ENDPOINT"] = hub.address
             yield
 
-    def _pulled(self, name: str) -> None:
-        done = self._bash(f"bifolio pull {name}")
-        check_success(f"bifolio pull {name}", done)
+
+def python_command(forks: str | None) -> list[str]:
+    """`python` in forks of the process at a socket, or as it is."""
+    return [sys.executable, "-I", "-S", str(FORKED), "run", forks] if forks else [sys.executable]
 
 
 def free_port() -> int:
@@ -219,7 +272,7 @@ def is_server(command: str) -> bool:
 
 def check_success(command: str, done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode:
-        raise DocumentedCommandError(f"this fails with {done.returncode}:\n{shown(command, done)}")
+        raise DocumentedCommandError(f"this fails with {done.returncode}:\n{report(command, done)}")
 
 
 def check_refusal(command: str, done: subprocess.CompletedProcess[str]) -> None:
@@ -228,10 +281,10 @@ def check_refusal(command: str, done: subprocess.CompletedProcess[str]) -> None:
     sentences = [line for line in lines if re.match(r"error: |bifolio\.errors\.ConfigError: ", line)]
     is_clear = len(sentences) == 1 and lines[-1] == sentences[0] and re.search("GPU|CUDA", sentences[0])
     if not done.returncode or not is_clear or (sentences[0].startswith("error") and "Traceback" in done.stderr):
-        raise DocumentedCommandError(f"without a GPU this must end with one sentence:\n{shown(command, done)}")
+        raise DocumentedCommandError(f"without a GPU this must end with one sentence:\n{report(command, done)}")
 
 
-def shown(command: str, done: subprocess.CompletedProcess[str]) -> str:
+def report(command: str, done: subprocess.CompletedProcess[str]) -> str:
     return f"{textwrap.indent(command, '    ')}\n{(done.stdout + done.stderr)[-3000:]}"
 
 
@@ -274,7 +327,9 @@ def help_of(program: tuple[str, ...], environment: dict[str, str]) -> str:
 
 def split_program(words: list[str]) -> tuple[list[str], list[str]]:
     """`bifolio bench trace FILE --limit 2` -> (the verbs, the rest)."""
-    if words[0] in ("python", "python3"):
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        length = 4
+    elif words[0] in ("python", "python3"):
         length = 3 if words[1] == "-m" else 2
     elif words[0] == "bifolio":
         length = 3 if words[1] == "bench" else 2

@@ -16,10 +16,14 @@ from bifolio.model.loader import load_model
 from bifolio.quant.formats import QuantFormat
 from helpers import CORPUS, END_OF_TEXT, fresh_folder, tiny_folder
 
-CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CHAT = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+)
 TEXT = END_OF_TEXT.join(f"Story {number}. {sentence}\n" for number in range(200) for sentence in CORPUS)
 PAGE = TEXT[: len(TEXT) // 20]  # enough where nothing is learnt from it
 OUTPUT_OPTIONS = {"--output", "-o", "--out", "--plot", "--json", "--save"}
+TWO_FILES = ("quantize", "merge", "edit")  # verbs whose second argument is the file to write
 SUFFIXES = (".gguf", ".txt", ".xz", ".jsonl", ".csv", ".json")
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:17:0{number}.9799600,{20 + 8 * number},{4 + number}\n" for number in range(4)
@@ -56,8 +60,9 @@ def provide(command: str, folder: Path) -> None:
     """Put a small file in the place of everything that a command reads and that is not there."""
     words = shlex.split(command, comments=True)
     outputs = {after for word, after in pairwise(words) if word in OUTPUT_OPTIONS}
-    if "quantize" in words:
-        positional = [word for word in words[words.index("quantize") + 1 :] if not word.startswith("-")]
+    verb = next((word for word in words[1:3] if word in TWO_FILES), None)
+    if verb is not None:
+        positional = [word for word in words[words.index(verb) + 1 :] if not word.startswith("-")]
         outputs.add(positional[1])
         (folder / positional[1]).unlink(missing_ok=True)
     for word in words:
@@ -88,7 +93,7 @@ def provide_one(path: Path, words: list[str]) -> None:
     elif path.suffix == ".csv":
         path.write_text(AZURE, encoding="utf-8")
     elif path.suffix == ".jsonl":
-        path.write_text(MOONCAKE if {"trace", "cluster"} & set(words) else PROMPTS, encoding="utf-8")
+        path.write_text(MOONCAKE if {"trace", "fleet"} & set(words) else PROMPTS, encoding="utf-8")
     elif path.suffix == ".json":
         path.write_text(json.dumps(SCHEMA), encoding="utf-8")
     elif reads_text:

@@ -68,7 +68,7 @@ def first_rows() -> dict[str, str]:
 def has_gguf(name: str) -> bool:
     """Whether GGUF files describe the family of a row."""
     (family,) = (family for family in all_families() if family.name == ROW_FAMILIES[name])
-    return family.written_as is not None
+    return family.written_as != ""
 
 
 @cache

@@ -77,6 +77,7 @@ def test_every_registered_family_has_a_row() -> None:
     assert set(ROW_FAMILIES.values()) == {family.name for family in all_families()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", first_rows().values())
 def test_a_folder_with_default_options(name: str) -> None:
     door = Door(name, KERNELS[0], "folder", "defaults")

@@ -48,6 +48,7 @@ def transformers_beams(
 
 
 @pytest.mark.full
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("eos", [None, [7], [5, 60]])
 def test_beams_equal_transformers(

@@ -13,7 +13,9 @@ from stand_in_slots import StandInKernels, StandInSlots
 
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.speculative.draft_lengths import DraftLengths, PassCosts
+from bifolio.engine.speculative.drafter import Offer
+from bifolio.engine.speculative.policy import DraftPolicy
+from bifolio.kernels.interface import Array
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.eagle import load_eagle
 from bifolio.sampling_params import SamplingParams
@@ -60,21 +62,18 @@ def run(engine: InferenceEngine) -> tuple[list[list[list[int]]], list[int]]:
 
 @pytest.mark.parametrize("rests", [(0,), (5, 0, 0), (200,)])
 def test_steps_run_ahead_while_drafts_rest(rests: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rests of some steps between trials, or one rest to the end."""
+    """Rests of some steps between steps that may have drafts, or one rest to the end."""
     expected, ahead = run(new_engine(False))
-    left = list(rests)
+    left: list[int] = []
 
-    def declined(self: DraftLengths, *_: object) -> tuple[bool, int]:
-        rest = left[0]
-        left.append(left.pop(0))
-        return False, rest
+    def rest(self: DraftPolicy, num_sequences: int) -> int:
+        if not left:
+            left.extend(number for length in rests for number in range(length, -1, -1))
+        return left.pop(0)
 
     engine = new_engine(True)
-    assert engine.speculator is not None
-    if rests != (0,):
-        monkeypatch.setattr(DraftLengths, "declined", declined)
-        monkeypatch.setattr(DraftLengths, "choose", lambda self, *_: ({}, False))
-        monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: True)
+    monkeypatch.setattr(DraftPolicy, "rest", rest)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda self, *_: {})
     found, in_flight = run(engine)
     assert found == expected
     if rests == (200,):
@@ -86,27 +85,27 @@ def test_steps_run_ahead_while_drafts_rest(rests: tuple[int, ...], monkeypatch: 
         assert in_flight.count(1) > 5
 
 
-def test_where_no_draft_can_pay_every_step_runs_ahead_and_no_prompt_gives_out_states(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_a_trial_is_far_every_step_runs_ahead_and_no_prompt_returns_states() -> None:
     expected, ahead = run(new_engine(False))
-    monkeypatch.setattr(DraftLengths, "can_pay", lambda self, num_sequences: not self.steps.knows(num_sequences))
     engine = new_engine(True)
     assert engine.speculator is not None
     run(engine)  # measures plain steps
     absorbed, drafter = [], engine.speculator.drafter
-    absorb = drafter.absorb  # type: ignore[attr-defined]
+    absorb = drafter.absorb
 
-    def watched(plan: StepPlan, states: object) -> None:
+    def watched(plan: StepPlan, states: Array | None, *, is_resting: bool) -> None:
         absorbed.append(states is not None)
-        absorb(plan, states)
+        absorb(plan, states, is_resting=is_resting)
 
-    drafter.absorb = watched  # type: ignore[attr-defined]
-    known = engine.speculator.lengths.steps.knows
+    drafter.absorb = watched  # type: ignore[method-assign]
+    engine.speculator.policy.balance = -1.0
+    for number in (1, 2, 3):
+        for _ in range(3):
+            engine.speculator.policy.collected_plain(number, 1.0)
     found, in_flight = run(engine)
     assert found == expected
     assert in_flight.count(2) >= ahead.count(2) - 2
-    assert absorbed.count(True) <= sum(not known(number) for number in (1, 2, 3))
+    assert not any(absorbed)
     assert engine.speculator.stats.num_draft_tokens == 0
 
 
@@ -119,29 +118,15 @@ def test_changing_estimates_never_change_a_text(seed: int) -> None:
     expected, _ = run(new_engine(False))
     engine = new_engine(True)
     engine.faults.recover = fail  # type: ignore[method-assign]
+
+    def choose(self: DraftPolicy, number: int, offers: dict[int, Offer], *_: object) -> dict[int, int]:
+        return {key: chance.randint(1, offer.length) for key, offer in offers.items() if chance.random() < 0.8}
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftLengths, "choose", lambda self, *_: ({0: chance.randint(1, 3)}, True))
-        patch.setattr(DraftLengths, "can_pay", lambda self, *_: chance.random() < 0.6)
-        patch.setattr(DraftLengths, "REST", chance.choice([2, 3, 8]))
-        patch.setattr(PassCosts, "knows", lambda self, *_: chance.random() < 0.8)
+        patch.setattr(DraftPolicy, "choose", choose)
+        patch.setattr(DraftPolicy, "rest", lambda self, *_: chance.choice([0, 0, 1, 8, 300]))
         found, _ = run(engine)
     assert found == expected
-
-
-def test_plain_steps_are_measured_after_many_short_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a warm-up leaves an engine: no number of slots was active long enough to be known."""
-    monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: False)
-    engine = new_engine(True)
-    assert engine.speculator is not None
-    for number in range(12):
-        for i in range(1 + number % 3):
-            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-            engine.add_request(f"{number}-{i}", random_prompt(5, i, 61), params)
-        while engine.has_work:
-            engine.step()
-    _, in_flight = run(engine)
-    assert engine.speculator.lengths.steps.knows(3)
-    assert in_flight.count(2) > NUM_TOKENS - 6
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -156,24 +141,22 @@ def test_time_between_steps_is_no_time_of_plain_ones(on_device: bool, monkeypatc
 
     for module in ("engine.engine", "engine.speculative.speculator"):
         monkeypatch.setattr(f"bifolio.{module}.time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(DraftLengths, "declined", lambda self, *_: (False, 16))
-    chosen = iter([({0: 1}, True)])  # one draft, so that the head has entries
-    monkeypatch.setattr(DraftLengths, "choose", lambda self, *_: next(chosen, ({}, False)))
-    monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: True)
-    measured, observe = [], PassCosts.observe
+    rests = iter([0, 0, 0])  # a few steps that return states and have drafts, so that the head has entries
+    monkeypatch.setattr(DraftPolicy, "rest", lambda self, *_: next(rests, 100))
+    measured, observe = [], DraftPolicy.collected_plain
 
-    def watched(self: PassCosts, num_rows: int, seconds: float, context: int = 0) -> None:
+    def watched(self: DraftPolicy, num_sequences: int, seconds: float) -> None:
         measured.append(seconds)
-        observe(self, num_rows, seconds, context)
+        observe(self, num_sequences, seconds)
 
-    monkeypatch.setattr(PassCosts, "observe", watched)
+    monkeypatch.setattr(DraftPolicy, "collected_plain", watched)
     engine = new_engine(True, on_device=on_device)
     engine.add_request("0", random_prompt(5, 0, 61), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
     while engine.has_work:
         engine.step()
         if not engine.in_flight:  # else the device works meanwhile
             now += 100.0
-    assert len(measured) >= 4
+    assert len(measured) >= 60
     assert max(measured) < 1.0
 
 

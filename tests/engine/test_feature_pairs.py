@@ -150,6 +150,7 @@ def essence(request: Request) -> list[Any]:
 
 
 @pytest.mark.full
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("first", "second"), itertools.combinations(FEATURES, 2))
 def test_pair(first: str, second: str) -> None:
     pair = frozenset({first, second})

@@ -274,7 +274,7 @@ def test_the_default_spacing_costs_as_much_as_the_keys_and_values_of_its_tokens(
     assert large is not None
     assert large.bytes_per_state == 2 * 4 * (2 * 512 + 4 * 64 * 64)
     assert large.spacing == 1088  # keys and values of a token take 128 bytes
-    assert plan_states(hybrid_config("delta", recurrent=None), engine_config()) is None
+    assert plan_states(hybrid_config("delta", recurrent=None, layers=()), engine_config()) is None
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from json_samples import CONFIG, FAMILY_CONFIGS, TOKENIZERS
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig, RopeConfig, layers_of
 from bifolio.errors import GrammarError
 from bifolio.model.families import family_of
 from bifolio.model.gguf.loader import load_gguf
@@ -167,8 +167,8 @@ def _random_model(architecture: str) -> LoadedModel:
         norm="layer" if gpt2 else "rms", activation="gelu_tanh" if gpt2 or gemma else "silu", gated_mlp=not gpt2,
         qkv_bias=gpt2, output_bias=gpt2, mlp_bias=gpt2, qk_norm=architecture in ("qwen3", "gemma3"), post_norms=gemma,
         tie_embeddings=gpt2, learned_positions=gpt2, ropes=ropes, rope_interleaved=architecture == "llama",
-        layer_rope=(1, 0) if gemma else (), layer_window=(8, None) if gemma else (), bos_token_id=256,
-        eos_token_ids=(257,),
+        layers=layers_of(2, rope=(1, 0), window=(8, None)) if gemma else (), bos_token_id=256, eos_token_ids=(257,),
+        embedding_scale=32**0.5 if gemma else 1.0,
     )  # fmt: skip
     generator = np.random.default_rng(0)
 

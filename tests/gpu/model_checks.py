@@ -14,11 +14,10 @@ from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.torch_dtypes import DTYPES
-from bifolio.measure.gpu_models import SHAPES, new_engine
-from bifolio.measure.gpu_rows import greedy
 from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
+from gpu_models import greedy, new_engine, shape_config
 
 LOGIT_TOLERANCE = {"bf16": 2e-2, "f32": 1e-4}
 
@@ -93,7 +92,7 @@ def transformers_model(config: ModelConfig, dtype: torch.dtype, device: str) -> 
 
 def check_model(kernels: KernelSet, shape: str, num_prompt: int = 200, num_new: int = 64) -> ModelCheck:
     """Compare logits of a prompt, whole and in chunks, and a greedy run; weights are transformers' own."""
-    config, dtype = SHAPES[shape], kernels.kv_dtype
+    config, dtype = shape_config(shape), kernels.kv_dtype
     theirs = transformers_model(config, DTYPES[dtype], kernels.device)
     tensors = dict(theirs.state_dict())
     model = LoadedModel(

@@ -32,15 +32,15 @@ Outcome = list[tuple[tuple[int, ...], tuple[float, ...]]]  # tokens and logprobs
 def model(device: str) -> Iterator[LoadedModel]:
     import torch
 
-    from bifolio.measure.gpu_models import SHAPES, random_weights
+    from gpu_models import random_weights, shape_config
 
     if device == "cpu":
-        yield random_weights("tiny", device, "f32")
+        yield random_weights(shape_config("tiny"), device, "f32")
         return
-    config = SHAPES["llama-1b"]
+    config = shape_config("llama-1b")
     sizes = (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
     assert (*sizes, config.vocab_size) == (2048, 16, 32, 8, 64, 128256)
-    yield random_weights("llama-1b", device)
+    yield random_weights(config, device)
     torch.cuda.empty_cache()
 
 

@@ -121,7 +121,7 @@ def test_the_default_sizes_of_a_long_model(
         check_talk(entry, door.model, tolerance_of(name))
 
 
-@pytest.mark.parametrize("name", ROWS if EVERY else ("llama", "qwen35"))
+@pytest.mark.parametrize("name", ROWS if EVERY else FIRST)
 def test_a_server(name: str, device: str, release_gpu: None) -> None:
     """`bifolio serve --device cuda` with default sizes, and a client."""
     missing = [module for module in SERVER_MODULES if importlib.util.find_spec(module) is None]

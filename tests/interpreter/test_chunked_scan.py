@@ -53,6 +53,7 @@ def run(
     return kernels.to_host(out), *states_of(kernels, storage, recurrence, range(12))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("programs", [chunked_scan.FEWEST_PROGRAMS, 1])
 @pytest.mark.parametrize("name", KINDS)
 def test_chunks_give_the_results_of_the_reference(name: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(long_attention, name, value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("count", "context"),
     [(8, 8), (1, 1), (5, 5), (3, 10), (17, 60), (40, 41), (24, 72), (9, 300)],  # the last one has more than 8 parts

@@ -22,6 +22,7 @@ def check(options: str, kind: str, num_rows: int, seed: int) -> None:
     assert not wrong, [(vocab, list_size, rows.params[row], row, found, expected) for row in wrong[:1]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("options", "kind"), SOME)
 def test_device_and_host_draw_the_same_tokens(options: str, kind: str) -> None:
     check(options, kind, 2, seed=KINDS.index(kind) + 10 * list(OPTIONS).index(options))

@@ -44,6 +44,7 @@ from helpers import random_prompt, tiny_model, transformers_logits
 CLOSE = 2e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_shared_mlp_like_the_experts_is_one_of_them(name: str, tokens: int) -> None:
@@ -56,6 +57,7 @@ def test_f16_is_near_the_mlp_beside_the_experts(name: str, tokens: int) -> None:
     check_like_unfolded(TritonKernels("cpu", "f16"), name, tokens, 3e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_another_shared_mlp_is_computed_beside_them(name: str, tokens: int) -> None:

@@ -21,6 +21,7 @@ GEMMA4 = ("gemma4", "gemma4 with experts", "gemma4 with inputs of layers")
 ROWS = ("cohere2", "gemma2", "gemma3n", *GEMMA4, "granite", "hunyuan_dense", "lfm3", "mistral3", "olmo2", "starcoder2")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "deterministic"), [*((name, False) for name in ROWS), ("gemma2", True), ("gemma4", True)]
 )

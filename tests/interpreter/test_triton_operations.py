@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from latent_cases import by_head
+from operation_cases import CASES, check_operation
 from phase_checks import check_decode_needs_a_cache, check_phase_selects
-from test_operations import (
-    test_operation_equals_the_reference,
-    test_the_set_has_every_member_of_the_protocol,
-)
+from test_operations import test_the_set_has_every_member_of_the_protocol
 
 from bifolio.kernels.interface import AttentionPhase, KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.triton import TritonKernels
 
-__all__ = ["test_operation_equals_the_reference", "test_the_set_has_every_member_of_the_protocol"]
+__all__ = ["test_the_set_has_every_member_of_the_protocol"]
 SETS = {"f32": ("f32", False), "f16, deterministic": ("f16", True)}
 
 
@@ -23,6 +21,12 @@ SETS = {"f32": ("f32", False), "f16, deterministic": ("f16", True)}
 def kernels(request: pytest.FixtureRequest) -> KernelSet:
     dtype, deterministic = SETS[request.param]
     return TritonKernels("cpu", dtype, deterministic=deterministic)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CASES)
+def test_operation_equals_the_reference(name: str, kernels: KernelSet) -> None:
+    check_operation(name, kernels)
 
 
 @pytest.mark.parametrize("phase", AttentionPhase)

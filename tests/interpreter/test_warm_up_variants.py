@@ -18,14 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch_record import Variant, recorded_launches
 
+from benchmarks.shapes import decoder
 from bifolio.config import RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.cuda_graphs import StepKey
 from bifolio.kernels.triton.sampling import Mode
-from bifolio.measure import gpu_models
 from bifolio.sampling_params import SamplingParams
+from gpu_models import random_weights
 from helpers import make_engine
 
 VOCAB = 9000  # three chunks of logits
@@ -37,10 +38,9 @@ Recorded = tuple[InferenceEngine, set[Variant]]
 def warm(request: pytest.FixtureRequest) -> Iterator[Recorded]:
     """An engine after its warm-up, and the variants launched so far; captured steps have run once."""
     size = 128 if request.param == "heads of 128" else 64
-    shape = gpu_models._decoder("llama", VOCAB, 256, 2, 8, 2, size, 512, RopeConfig(1e4, size))
-    with pytest.MonkeyPatch.context() as patch, recorded_launches() as found:
-        patch.setitem(gpu_models.SHAPES, "small", shape)
-        model = gpu_models.random_weights("small", "cpu", "bf16")
+    shape = decoder("llama", VOCAB, 256, 2, 8, 2, size, 512, RopeConfig(1e4, size))
+    with recorded_launches() as found:
+        model = random_weights(shape, "cpu", "bf16")
         sizes = {"num_blocks": 6000, "block_size": 64, "max_model_len": 2048, "max_num_seqs": 256}
         options = {"token_budget": 8192, "chunk_size": 8192, "poison": False, "cache_dtype": "bf16"}
         kernels = TritonKernels("cpu", "bf16", deterministic=request.param == "deterministic")

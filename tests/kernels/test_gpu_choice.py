@@ -50,7 +50,6 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         ["eval", "text.txt"],
         ["profile", "--shape", "tiny"],
         ["bench", "throughput", "--shape", "tiny"],
-        ["bench", "gpu", "--only", "rows"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
@@ -58,7 +57,7 @@ def test_commands_end_with_one_sentence(arguments: Sequence[str], monkeypatch: p
     folder = tiny_folder(tokenizer=True)
     (folder / "text.txt").write_text("Once upon a time. " * 20)
     monkeypatch.chdir(folder)
-    model = [] if "--shape" in arguments or "gpu" in arguments else ["-m", "."]
+    model = [] if "--shape" in arguments else ["-m", "."]
     run = CliRunner().invoke(build_app(), [*arguments, *model, "--device", "cuda"])
     assert run.exit_code != 0
     said = str(run.exception) if run.exception else run.stderr

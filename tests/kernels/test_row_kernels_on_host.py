@@ -24,6 +24,8 @@ from bifolio.kernels.torch_reference import TorchKernels
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+HEADER = Path(__file__).with_name("cuda_on_host.h")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-pthread", "-ffp-contract=off")
 PROCESSORS = 3  # thread blocks of a product: several units each, and an uneven division
 CALL = """
 extern "C" void run(const int *grid, int threads, const u64 *words) {{
@@ -42,9 +44,8 @@ class HostModule:
         self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
         folder = resources.files("bifolio.kernels.cuda")
         texts = [folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts if part != "common"]
-        head = Path(__file__).with_name("cuda_on_host.h").read_text("utf-8")
         defines = "".join(f"#define {name} {int(value)}\n" for name, value in constants.items())
-        self.source = head + defines + "\n".join(texts)
+        self.source = f'#include "{HEADER.name}"\n' + defines + "\n".join(texts)
 
     def function(self, name: str) -> HostModule:
         assert name == self.name
@@ -73,14 +74,22 @@ def _compiled(source: str, folder: Path) -> ctypes.CDLL:
     if not library.exists():
         path = folder / f"{name}.cpp"
         path.write_text(source)
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-pthread", "-ffp-contract=off"]
-        subprocess.run([str(COMPILER), *flags, str(path), "-o", str(library)], check=True)
+        subprocess.run([str(COMPILER), *FLAGS, "-shared", str(path), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sources, with the header compiled once for all of them."""
+    made = tmp_path_factory.mktemp("row_kernels")
+    header = Path(shutil.copy(HEADER, made))
+    subprocess.run([str(COMPILER), *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
+    return made
+
+
 @pytest.fixture(autouse=True)
-def on_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    HostModule.folder = tmp_path_factory.getbasetemp()
+def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    HostModule.folder = folder
     monkeypatch.setattr(nvrtc, "load_source", lambda parts, device, **constants: HostModule(parts, constants))
     monkeypatch.setattr(nvrtc, "works", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bifolio.engine.memory import MemoryPlan
 from bifolio.measure.soak import Sample, Soak, SoakPlan, SoakReport
 from bifolio.measure.soak_bombs import BOMBS
 from bifolio.measure.soak_growth import growth_of
 from bifolio.measure.soak_plot import plot_soak
+from bifolio.measure.soak_processes import slowdown
+from bifolio.measure.soak_server import CACHED_SEQUENCES, SmallCache, SoakServer
 
 
 def samples(memory: np.ndarray, name: str = "front end 7") -> list[Sample]:
@@ -152,3 +157,55 @@ def test_a_short_run_passes() -> None:
     report = Soak(SoakPlan(seconds=30.0, kill_every=12.0, oracle_clients=2, chaos_clients=1)).run()
     assert report.problems == []
     assert report.kills
+
+
+def test_the_cache_of_a_soak_test_is_small_and_its_prompts_fill_it() -> None:
+    plan = MemoryPlan(10**6, 16, 1000, 1026, 10**9)
+    cache = SmallCache.of(plan, 512, 4096)
+    assert cache.num_bytes == (CACHED_SEQUENCES * 32 + 1) * 1000
+    assert cache.options() == ["--max-model-len", "512", "--memory", str(cache.num_bytes)]
+    prompts = cache.prompts(0)
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == len(prompts)  # no block is found in the cache
+    assert sum(len(prompt) // 16 for prompt in prompts) > cache.num_bytes // 1000
+    assert cache.prompts(0) == prompts != cache.prompts(1)
+    assert SmallCache.of(MemoryPlan(10**6, 16, 1000, 100, 10**9), 512, 4096).options() == ["--max-model-len", "512"]
+    assert SmallCache.of(plan, 1 << 17, 4096).max_model_len == 2048
+
+
+def test_the_cache_is_filled_once_the_engine_has_started() -> None:
+    """An engine that was killed answers 503 for some seconds."""
+    asked: list[int] = []
+
+    class Starting(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+            asked.append(len(prompt))
+            self.send_response(503 if len(asked) <= 2 else 200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Starting) as stand_in:
+        threading.Thread(target=stand_in.serve_forever, daemon=True).start()
+        server = SoakServer.__new__(SoakServer)
+        server.port, server._cache = stand_in.server_port, SmallCache(32, None, 100)
+        assert server.fill_cache(0, threading.Event())
+        assert asked == [31] * (2 + 2 * CACHED_SEQUENCES)
+        stop = threading.Event()
+        stop.set()
+        asked.clear()
+        assert not server.fill_cache(0, stop)  # the run is over
+        stand_in.shutdown()
+    assert len(asked) == 1
+
+
+def test_a_request_may_wait_longer_while_other_programs_use_the_cores() -> None:
+    for factor, is_refused in ((1.0, True), (2.0, True), (4.0, False)):
+        report = good()
+        report.answers.append((300.0, 99.0))
+        for sample in report.samples[201:301]:
+            sample.slowdown = factor
+        report.judge(SoakPlan(kill_every=0))
+        assert bool(report.problems) is is_refused
+    assert slowdown(0.001) >= 1.0

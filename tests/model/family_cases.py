@@ -18,6 +18,7 @@ from moe_cases import MOE_GGUF_CASES, MOE_HF_CASES
 
 from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
+from bifolio.layer_config import USUAL
 from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.gguf.metadata import model_metadata
 from bifolio.model.gguf.reader import GgufFile, Value, open_gguf
@@ -249,8 +250,13 @@ def open_case(case: GgufCase, folder: Path) -> GgufFile:
 
 def describe(config: ModelConfig) -> dict[str, Any]:
     """The fields that are not defaults, and both descriptions that are written of them, or why one cannot be."""
+    layers = {name: [getattr(layer, name) for layer in config.layers] for name in USUAL}
+    values = {
+        **asdict(config),
+        "layers": {name: own for name, own in layers.items() if set(own) != {USUAL[name]}} or (),
+    }
     description = {
-        "config": {key: value for key, value in asdict(config).items() if DEFAULTS[key] != value},
+        "config": {key: value for key, value in values.items() if DEFAULTS[key] != value},
         "gguf": _written(lambda: model_metadata(config, 7, "name")),
         "hf": _written(lambda: config_to_hf(folder_config(config))),
     }

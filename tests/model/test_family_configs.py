@@ -49,13 +49,18 @@ def test_a_folder_with_too_many_layers_is_refused_before_lists_are_made(name: st
 
 
 @pytest.mark.parametrize(
-    ("sizes", "share"), [({"head_dim": 10**15, "global_head_dim": 10**15}, 0.25), ({}, 1e15)], ids=["dims", "share"]
-)
-def test_a_rope_of_too_many_frequencies_is_refused_before_lists_are_made(sizes: dict[str, int], share: float) -> None:
+    ("sizes", "share", "message"),
+    [({"head_dim": 10**15, "global_head_dim": 10**15}, 0.25, "head_dim is 10+: it must be an integer from 1 to 8192"),
+     ({}, 1e15, r"rope_parameters.full_attention.partial_rotary_factor is 10+.0: it must be a number from 0 to 1")],
+    ids=["dims", "share"],
+)  # fmt: skip
+def test_a_rope_of_too_many_frequencies_is_refused_before_lists_are_made(
+    sizes: dict[str, int], share: float, message: str
+) -> None:
     full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share}
     ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     raw = HF_CASES["gemma4 of its row"]
-    with pytest.raises(ModelFileError, match=r"heads of .* dimensions of which"):
+    with pytest.raises(ModelFileError, match=message):
         config_from_hf({**raw, "text_config": {**raw["text_config"], **sizes, "rope_parameters": ropes}})
 
 

@@ -16,7 +16,7 @@ from whole_prompt import prompt_logits
 from bifolio.api.llm import LLM
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cli.inspect import architecture_lines
-from bifolio.config import ConfigError, ModelConfig, SpeculativeConfig
+from bifolio.config import ConfigError, ModelConfig, SpeculativeConfig, layers_of
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.select import select_kernels
 from bifolio.kernels.storage import CacheLayout, KVStorage
@@ -55,8 +55,9 @@ def test_layers_have_heads_of_their_own_in_the_cache() -> None:
 
 
 def test_blocks_of_unequal_layers_are_moved_and_sent_whole() -> None:
-    small = replace(real("gemma4"), num_heads=4, num_kv_heads=2, head_dim=32, layer_kv_heads=(), layer_head_dim=(
-        (32,) * 5 + (64,)) * 2, ropes=(), learned_positions=True, layer_rope=())  # fmt: skip
+    layers = layers_of(12, head_dim=((32,) * 5 + (64,)) * 2)
+    small = replace(real("gemma4"), num_heads=4, num_kv_heads=2, head_dim=32, layers=layers, ropes=(),
+                    learned_positions=True)  # fmt: skip
     layout = CacheLayout.of_model(small, 4, 2, "q8_0")
     source, target = KVStorage(layout), KVStorage(layout)
     rng = np.random.default_rng(0)
@@ -203,7 +204,7 @@ def test_tensor_parallelism_is_refused(name: str) -> None:
 
 def test_tensor_parallelism_of_layers_with_other_kv_heads_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
-        check_size(replace(real("gemma4"), layer_head_dim=(), head_dim=512), 2)
+        check_size(with_layers(replace(real("gemma4"), head_dim=512), head_dim=(None,) * 12), 2)
 
 
 @pytest.mark.parametrize("name", GEMMA_ROWS)
@@ -234,14 +235,22 @@ def test_what_the_network_cannot_run_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"kv_sources": (1, *range(1, 12))}, "layer 0 cannot read the keys and values of layer 1"),
-        ({"kv_sources": (*range(11), 0)}, "layer 11 cannot read the keys and values of layer 0"),
-        ({"kv_sources": (0, 0)}, "kv_sources has 2 entries for 12 layers"),
-        ({"layer_head_dim": (512,)}, "layer_head_dim has 1 entries for 12 layers"),
-        ({"layer_kv_heads": (3,) * 12}, "32 query heads cannot share"),
-        ({"layer_mlp_size": (0,) * 12}, "intermediate_size must be between 1 and"),
+        ({"kv_source": (1, *(None,) * 11)}, "layer 0 cannot read the keys and values of layer 1"),
+        ({"kv_source": (*(None,) * 11, 0)}, "layer 11 cannot read the keys and values of layer 0"),
+        ({"kv_heads": (3,) * 12}, "32 query heads cannot share"),
+        ({"mlp_size": (0,) * 12}, "intermediate_size must be between 1 and"),
+        ({"attention": (False,) * 12}, "without any attention layer"),
+        ({"recurrent": (True,) * 12}, "no recurrent layer, or the reverse"),
     ],
 )
 def test_layers_that_do_not_fit_together_are_refused(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        replace(real("gemma4"), **changes)
+        with_layers(real("gemma4"), **changes)
+
+
+def with_layers(config: ModelConfig, **values: tuple[Any, ...]) -> ModelConfig:
+    """The network with other values of fields of its layers."""
+    changed = [{name: own[layer] for name, own in values.items()} for layer in range(config.num_layers)]
+    return replace(
+        config, layers=tuple(replace(layer, **new) for layer, new in zip(config.layers, changed, strict=True))
+    )

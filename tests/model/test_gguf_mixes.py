@@ -59,7 +59,7 @@ def test_the_layers_that_get_more_bits(tmp_path: Path) -> None:
     config = load_model("stories").config
     layers = 16
     wide = ModelConfig(**{**{f: getattr(config, f) for f in config.__dataclass_fields__}, "num_layers": layers,
-                          "layer_window": (None,) * layers, "layer_rope": (0,) * layers})  # fmt: skip
+                          "layers": ()})  # fmt: skip
     tensor = QuantizedTensor(QuantFormat.F32, np.zeros((2, 1024), np.uint8), (2, 256))
 
     def kinds(mix: str, role: str) -> list[str]:

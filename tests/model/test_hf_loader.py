@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig, RopeConfig, layers_of
 from bifolio.errors import ConfigError, ModelFileError, RequestError, UnsupportedModelError
-from bifolio.model.families import all_families
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.huggingface.safetensors_file import write_safetensors
@@ -173,13 +172,10 @@ def test_a_folder_by_numpy_and_one_by_safetensors_give_the_same_logits(folder: P
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 
-def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(folder: Path) -> None:
-    edit_config(folder, model_type="mamba")
-    with pytest.raises(UnsupportedModelError) as caught:
+def test_an_unsupported_architecture_is_refused_with_the_nearest_names(folder: Path) -> None:
+    edit_config(folder, model_type="lama")
+    with pytest.raises(UnsupportedModelError, match=r"'lama' is not supported; .*similar: llama.*docs/models.md"):
         load_model(folder)
-    assert "'mamba'" in str(caught.value)
-    for family in all_families():
-        assert all(name in str(caught.value) for name in family.hf_types)
 
 
 @pytest.mark.parametrize(
@@ -189,24 +185,27 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         ({"hidden_act": "relu6"}, UnsupportedModelError, "activation 'relu6'"),
         ({"rope_scaling": {"rope_type": "quantum", "factor": 2.0}}, UnsupportedModelError, "rope scaling 'quantum'"),
         ({"vocab_size": ...}, ModelFileError, "vocab_size"),
-        ({"vocab_size": "many"}, ModelFileError, "is not usable"),
-        ({"num_attention_heads": 0}, ModelFileError, "is not usable"),
-        ({"num_key_value_heads": 3}, ConfigError, "cannot share 3 key/value heads"),
-        ({"num_hidden_layers": -1}, ConfigError, "num_layers must be a positive"),
-        ({"rope_theta": -1}, ConfigError, "rope theta"),
-        ({"rope_theta": float("inf")}, ConfigError, "rope theta"),
-        ({"head_dim": 7}, ConfigError, "even number of rotated dimensions"),
-        ({"layer_types": 3}, ModelFileError, "is not usable"),
-        ({"rope_scaling": [1]}, ModelFileError, "is not usable"),
+        (
+            {"vocab_size": "many"},
+            ModelFileError,
+            "vocab_size is .many.: .* integer from 1 .* in a llama model",
+        ),
+        ({"num_attention_heads": 0}, ModelFileError, "num_attention_heads is 0: it must be an integer from 1"),
+        ({"num_key_value_heads": 3}, ModelFileError, "cannot share 3 key/value heads"),
+        ({"num_hidden_layers": -1}, ModelFileError, "num_hidden_layers is -1: it must be an integer from 1"),
+        ({"rope_theta": -1}, ModelFileError, "rope_theta is -1: it must be a positive number"),
+        ({"rope_theta": float("inf")}, ModelFileError, "rope_theta is inf: it must be a number"),
+        ({"head_dim": 7}, ModelFileError, "even number of rotated dimensions"),
+        ({"layer_types": 3}, ModelFileError, "layer_types is 3: it must be a list of texts in a qwen2 model"),
+        ({"rope_scaling": [1]}, ModelFileError, r"rope_scaling is \[1\]: it must be an object"),
     ],
 )
 def test_a_configuration_that_cannot_be(folder: Path, changes: dict[str, Any], error: type, message: str) -> None:
     if "layer_types" in changes:
         changes = {**changes, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
     edit_config(folder, **changes)
-    with pytest.raises((error, ModelFileError, ConfigError), match=message) as caught:
+    with pytest.raises(error, match=message):
         load_model(folder)
-    assert isinstance(caught.value, error | ConfigError)
 
 
 def test_model_config_checks_its_lists() -> None:
@@ -214,10 +213,12 @@ def test_model_config_checks_its_lists() -> None:
     rope = (RopeConfig(rotary_dim=8),)
     with pytest.raises(ConfigError, match="needs a rope"):
         ModelConfig(*sizes)
-    with pytest.raises(ConfigError, match="layer_window has 3 entries for 2 layers"):
-        ModelConfig(*sizes, ropes=rope, layer_window=(1, 2, 3))
+    with pytest.raises(ConfigError, match="layers has 3 entries for 2 layers"):
+        ModelConfig(*sizes, ropes=rope, layers=layers_of(3, window=(1, 2, 3)))
+    with pytest.raises(ConfigError, match="window has 3 entries for 2 layers"):
+        layers_of(2, window=(1, 2, 3))
     with pytest.raises(ConfigError, match="does not exist"):
-        ModelConfig(*sizes, ropes=rope, layer_rope=(0, 1))
+        ModelConfig(*sizes, ropes=rope, layers=layers_of(2, rope=(0, 1)))
 
 
 def test_gemma_inside_a_multimodal_configuration() -> None:

@@ -156,6 +156,7 @@ def plain_answers(folder: Path, kernels: str) -> list[Any]:
     return answers(new_llm(folder, kernels, None, num_blocks=400, enable_prefix_caching=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", [name for name in cpu_kernel_names() if name != "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_blocks", [30, 200])  # with preemptions, and without

@@ -23,13 +23,13 @@ from bifolio.sampling_params import SamplingParams
 from helpers import (
     cpu_kernel_names,
     fresh_folder,
+    likeliest_tokens,
     make_kernels,
     make_runner,
     open_entry,
     random_prompt,
     run_chunks,
     tiny_model,
-    transformers_greedy,
     transformers_logits,
 )
 from moe_models import MOE_ARCHITECTURES
@@ -65,6 +65,7 @@ def test_every_chunk_and_block_size_gives_transformers_logits(architecture: str,
             blocks.release(entry.sequence_id)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("architecture", MOE_ARCHITECTURES)
 def test_the_same_64_greedy_tokens_as_transformers(architecture: str, kernels: str) -> None:
@@ -76,7 +77,9 @@ def test_the_same_64_greedy_tokens_as_transformers(architecture: str, kernels: s
         folder, kernels=make_kernels(kernels), block_size=4, chunk_size=5, max_num_seqs=3, poison_free_blocks=True
     )
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-        assert output.outputs[0].token_ids == transformers_greedy(model, prompt, 64)
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == 64
+        assert tokens == likeliest_tokens(model, prompt, tokens)
 
 
 VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason why GGUF cannot describe it, or none

@@ -133,7 +133,7 @@ def test_views_are_the_tensors_of_the_network(name: str, tmp_path: Path) -> None
     moe = opened.text.config.moe
     biases = 0  # of the choice of experts: transformers counts them as buffers
     if moe is not None and moe.selection_bias:
-        biases = moe.num_experts * (opened.text.config.num_layers - len(moe.dense_layers))
+        biases = moe.num_experts * sum(not layer.dense for layer in opened.text.config.layers)
     assert sum(view.size for view in opened.views()) == opened.text.config.num_parameters + biases
     write_gguf(tmp_path / "m.gguf", opened.load(), QuantFormat.F16)
     opened = open_model(tmp_path / "m.gguf")

@@ -71,8 +71,8 @@ def test_every_field_of_an_eagle_head() -> None:
         ("norm_before_residual", "x", "true or false"),
         ("eagle_config", [1], "an object"),
         ("eagle_aux_hidden_state_layer_ids", [0, 1.5, 2], "a list of integers"),
-        ("hidden_size", "x", "invalid literal"),
-        ("rope_theta", [1], "float()"),
+        ("hidden_size", "x", "an integer from 1 to 262144 in a llama model"),
+        ("rope_theta", [1], "a number in a llama model"),
     ],
 )
 def test_an_error_of_a_head_names_file_field_and_value(field: str, value: Any, wanted: str) -> None:

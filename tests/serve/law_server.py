@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -17,6 +18,21 @@ from typing import Any
 VICTIM, ATTACKER, NEIGHBOUR = "victim-key", "attacker-key", "neighbour-key"
 ADDRESSES = {VICTIM: "127.0.0.1", ATTACKER: "127.0.0.2", NEIGHBOUR: "127.0.0.3"}  # of clients without keys
 SHORT = json.dumps({"prompt": "Once upon", "max_tokens": 4, "temperature": 0}).encode()
+
+
+def too_slow(during: list[float], calm: list[float], limit: float) -> str | None:
+    """Compare times under attack with those before and after it, on a machine that may run other programs.
+
+    The law allows `limit` seconds on an idle machine. A loaded one is as many times slower as its calm times show: the
+    median may be four times that without an attack (clients share the machine), beyond a quarter of the limit, and the
+    longest time four times the longest, beyond the limit.
+    """
+    typical, longest = statistics.median(during), max(during)
+    if typical > limit / 4 + 4 * statistics.median(calm):
+        return f"a median of {typical:.2f} s, and {statistics.median(calm):.2f} s without an attack"
+    if longest > limit + 4 * max(calm):
+        return f"up to {longest:.2f} s, and {max(calm):.2f} s without an attack"
+    return None
 
 
 class LawServer:
@@ -88,9 +104,9 @@ class LawServer:
             raise AssertionError(f"a response of the victim was answered with {status}")
         return f"/v1/responses/{json.loads(body)['id']}"
 
-    def times_of_victim(self, stored: str, rounds: int) -> dict[str, float]:
-        """The longest time of each kind of request: short, with a new grammar, of a stored response, `/health`."""
-        longest: dict[str, float] = {}
+    def times_of_victim(self, stored: str, rounds: int) -> dict[str, list[float]]:
+        """The times of each kind of request: short, with a new grammar, of a stored response, `/health`."""
+        times: dict[str, list[float]] = {}
         for _ in range(rounds):
             name = f"p{next(self._numbers)}"
             schema = {"type": "object", "properties": {name: {"type": "string"}}}
@@ -101,8 +117,8 @@ class LawServer:
                 ("stored", stored, None),
                 ("health", "/health", None),
             ):
-                longest[kind] = max(longest.get(kind, 0.0), self._timed(path, content))
-        return longest
+                times.setdefault(kind, []).append(self._timed(path, content))
+        return times
 
     def attack(self, path: str, content: bytes, copies: int, seconds: float) -> tuple[list[float], list[float], Any]:
         """Send a request several times; (times of the victim's requests, times of /health, statuses of the attack)."""

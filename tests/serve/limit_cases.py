@@ -18,7 +18,7 @@ from bifolio.serve import protocol as p
 from bifolio.serve.bounds import parts
 from bifolio.serve.protocols import anthropic_types as a
 from bifolio.serve.protocols import ollama_types as o
-from bifolio.serve.protocols.llama_cpp import LlamaCppRequest
+from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.responses_types import ResponsesRequest
 
 MODEL = ""  # the empty name means the served model
@@ -41,6 +41,7 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {  # path -> type, a small re
     "/api/pull": (o.PullRequest, {"model": MODEL}),
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 8}),
     "/completion": (LlamaCppRequest, {"prompt": "a", "n_predict": 8}),
+    "/infill": (InfillRequest, {"input_prefix": "a", "input_suffix": "b", "n_predict": 8}),
 }  # fmt: skip
 HOSTILE: dict[str, list[Any]] = {  # values of fields whose cost is not in their length
     "structured_outputs.regex": ["a{4000}{4000}", "a{1000}{1000}", "(.*a.{12}){8}", "(a|aa)*" * 800, "(a{64}){64}"],

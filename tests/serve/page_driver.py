@@ -18,13 +18,15 @@ needs_chromium = [
 ]
 DESKTOP = {"width": 1440, "height": 900}
 PHONE = {"width": 390, "height": 844}
+NO_INTERNET = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 BROKEN_BY_TEST = ("Failed to load resource", "net::ERR")  # console lines of requests that a test lets fail
 
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
+    """A browser that reaches this machine alone."""
     with playwright.sync_playwright() as control:
-        browser = control.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = control.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", NO_INTERNET])
         yield browser
         browser.close()
 
@@ -82,3 +84,14 @@ def send(page: Any, text: str) -> None:
 
 def answers(page: Any) -> list[str]:
     return [text.strip() for text in page.locator(".message.assistant .text").all_inner_texts()]
+
+
+def axe_findings(page: Any) -> list[str]:
+    """Findings of axe-core, minor ones included: rule, and the elements that break it."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    violations = axe.run(page).response["violations"]
+    return [
+        f"{rule['id']}: {node['html'][:120]} {node['failureSummary'][:200]}"
+        for rule in violations
+        for node in rule["nodes"]
+    ]

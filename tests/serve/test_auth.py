@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import socket
-import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from serving import RunningServer, running_server
@@ -44,7 +41,7 @@ def check_shape(path: str, body: Any) -> None:
         assert (body["type"], error["type"]) == ("error", "authentication_error")
     elif path.startswith("/api/"):
         assert "valid key" in error
-    elif path in ("/completion", "/props", "/slots"):
+    elif path in ("/completion", "/infill", "/props", "/slots"):
         assert error["code"] == 401
     else:
         assert error["code"] == "invalid_api_key"
@@ -171,24 +168,3 @@ def test_cors_is_off_unless_asked_for(guarded: RunningServer) -> None:
     with guarded.http() as http:
         for answer in (http.options("/v1/completions", headers=headers), http.get("/health", headers=headers)):
             assert "access-control-allow-origin" not in answer.headers
-
-
-@pytest.mark.full
-def test_tls(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    if made.returncode:
-        pytest.skip("openssl cannot make a certificate here")
-    with running_server(tls_certificate=certificate, tls_key=key) as server:
-        trust = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{server.port}", timeout=30) as http:
-            assert http.get("/ready").status_code == 200
-            answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
-            assert answer.status_code == 200
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"http://127.0.0.1:{server.port}/ready")

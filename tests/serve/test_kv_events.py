@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
-import struct
 import time
 from typing import Any
 
@@ -140,33 +138,6 @@ def test_a_server_publishes_its_cache_and_vllms_names() -> None:
     assert "bifolio:num_requests_waiting 0.0" in page
 
 
-def raw_peer(endpoint: str, kind: bytes) -> socket.socket:
-    """A connection to a ZMQ socket after its handshake (ZMTP 3.0, NULL), on which any bytes can be sent."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    peer = socket.create_connection((host, int(port)), timeout=10)
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
-    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    peer.sendall(bytes([4, len(ready)]) + ready)
-    received = b""
-    while len(received) < 64 or len(received) < 66 + received[65]:
-        received += peer.recv(4096)
-    return peer
-
-
-@pytest.mark.parametrize("kind", [b"SUB", b"DEALER"])
-def test_a_frame_of_a_gigabyte_ends_its_connection(kind: bytes) -> None:
-    publisher = KvEventPublisher(CacheEvents(), 2, ANY)
-    try:
-        peer = raw_peer(publisher.endpoint if kind == b"SUB" else publisher.replay_endpoint, kind)
-        with peer:
-            peer.sendall(b"\x02" + struct.pack(">Q", 1000 << 20) + bytes(4096))  # memory for it would be allocated now
-            assert peer.recv(4096) == b""
-    except ConnectionResetError:
-        pass  # closed with unread bytes
-    finally:
-        publisher.close()
-
-
 def test_large_batches_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_BATCH_BYTES", 200)
     events = CacheEvents()
@@ -184,13 +155,3 @@ def test_large_batches_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
         publisher.close()
     assert max(len(msgspec.msgpack.encode(batch)) for _, batch in history) <= 200
     assert [event[3][0] for _, batch in history for event in batch[1] if event[0] == "BlockStored"] == list(range(40))
-
-
-def test_an_engine_without_pyzmq_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from bifolio.errors import MissingDependencyError
-
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(MissingDependencyError, match="cluster"):
-        KvEventPublisher(CacheEvents(), 2, ANY)

@@ -107,3 +107,20 @@ def test_slots_hide_the_requests_of_other_keys() -> None:
         thread.join()
         assert own[0]["n_prompt_tokens"] > 0
         assert {(slot["id_task"], slot["n_prompt_tokens"]) for slot in seen} == {("", 0)}
+
+
+def test_samplers_that_a_list_leaves_out_are_off(server: RunningServer) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 1}
+    alone = ask(server, **options, samplers=["temperature"])
+    assert alone["content"] == ask(server, **{**options, "top_k": 0}, top_p=1.0, min_p=0.0)["content"]
+    assert ask(server, **options, samplers=["top_k"])["content"] == ask(server)["content"]
+    with server.http() as http:
+        error = http.post("/completion", json={**BODY, "samplers": ["top_kk"]}).json()["error"]["message"]
+        assert "did you mean 'top_k'" in error
+        error = http.post("/completion", json={**BODY, "mirostat": 2}).json()["error"]["message"]
+    assert error == "mirostat is not supported: leave it out, or pass 0"
+
+
+def test_an_answer_of_named_fields(server: RunningServer) -> None:
+    answer = ask(server, response_fields=["content", "timings/prompt_n"])
+    assert answer == {"content": ask(server)["content"], "prompt_n": answer["prompt_n"]}

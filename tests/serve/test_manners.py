@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -251,6 +252,23 @@ def test_docs_are_a_page(server: RunningServer) -> None:
     assert reply.status_code == 200
     assert "/v1/completions" in reply.text
     assert "<script" not in reply.text
+
+
+def test_docs_have_every_route_and_the_styles_of_the_page(server: RunningServer) -> None:
+    from bifolio.serve.app import ROUTES
+    from bifolio.serve.protocols import PROTOCOL_ROUTES
+
+    with server.http() as http:
+        page = http.get("/docs").text
+        styles = re.findall(r'<link rel="stylesheet" href="([^"]+)"', page)
+        assert styles
+        assert [http.get(path).status_code for path in styles] == [200] * len(styles)
+    shown = set(re.findall(r'<span class="method \w+">(\w+)</span> <code>([^<]+)</code>', page))
+    routes = [(method, path) for path, method, _ in (*ROUTES, *PROTOCOL_ROUTES)]
+    missing = {(method, path.replace(":path", "")) for method, path in routes} - shown
+    assert not missing
+    table = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    assert "`GET /docs`" in table
 
 
 # -- connections -----------------------------------------------------------------------------------------------------

@@ -170,3 +170,22 @@ def test_a_model_without_a_template() -> None:
         assert client.generate(model="tiny", prompt="Once", system="Be kind.", options=SHORT).response
         with pytest.raises(ollama.ResponseError, match="template"):
             client.chat(model="tiny", messages=USER)
+
+
+def test_logprobs(server: RunningServer) -> None:
+    """Whole and in a stream, with and without the template."""
+    body: dict[str, Any] = {"model": "tiny", "logprobs": True, "top_logprobs": 2,
+                            "options": {"num_predict": 4, "temperature": 0}}  # fmt: skip
+    messages = [{"role": "user", "content": "Hi"}]
+    with server.http() as http:
+        for path, prompt in (
+            ("/api/generate", {"prompt": "Once"}),
+            ("/api/generate", {"prompt": "Once", "raw": True}),
+            ("/api/chat", {"messages": messages}),
+        ):
+            whole = http.post(path, json={**body, **prompt, "stream": False}).json()["logprobs"]
+            lines = http.post(path, json={**body, **prompt, "stream": True}).text.splitlines()
+            streamed = [item for line in lines for item in json.loads(line).get("logprobs", [])]
+            assert [item["token"] for item in streamed] == [item["token"] for item in whole]
+            assert len(whole) == 4
+            assert all(item["logprob"] <= 0 and len(item["top_logprobs"]) == 2 for item in whole)

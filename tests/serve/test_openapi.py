@@ -115,7 +115,7 @@ def test_schemathesis_finds_no_server_error(server: RunningServer, path: str) ->
                     case.body |= {"stream": False, "options": {"num_predict": 2}} if path != "/api/show" else {}
                 elif path == "/v1/responses":
                     case.body |= {"max_output_tokens": 2, "store": False}
-                elif path == "/completion":
+                elif path in ("/completion", "/infill"):
                     case.body["n_predict"] = 2
                 elif "max_tokens" in case.body or "prompt" in case.body or "messages" in case.body:
                     case.body["max_tokens"] = 2

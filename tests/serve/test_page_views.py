@@ -12,6 +12,7 @@ from page_driver import (
     PHONE,
     always_answer,
     answers,
+    axe_findings,
     chromium,
     needs_chromium,
     open_page,
@@ -187,31 +188,19 @@ def test_work_is_done_once_a_frame(browser: Any, server: RunningServer) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_axe_finds_nothing_serious(browser: Any, server: RunningServer, viewport: dict[str, int], scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+def test_axe_finds_nothing(browser: Any, server: RunningServer, viewport: dict[str, int], scheme: str) -> None:
     with open_page(browser, server, viewport=viewport, color_scheme=scheme) as page:
-        found = _serious(axe, page)
+        found = axe_findings(page)
         always_answer(page, "**bold**, `code` and [a link](https://example.org)")
         send(page, "Hello")
         page.click("text=Regenerate")
         wait_until_done(page)
-        found += _serious(axe, page)
+        found += axe_findings(page)
         page.check("#view-chances")
         set_options(page, beam_width=2, kind="", max_tokens=8)
         send(page, "Beams")
-        found += _serious(axe, page)
+        found += axe_findings(page)
         page.click("#tab-live")
         page.wait_for_selector("#blocks[data-held]")
-        found += _serious(axe, page)
+        found += axe_findings(page)
     assert found == []
-
-
-def _serious(axe: Any, page: Any) -> list[str]:
-    """Serious and critical findings: rule, and the elements that break it."""
-    violations = axe.run(page).response["violations"]
-    return [
-        f"{rule['id']}: {node['html'][:120]} {node['failureSummary'][:200]}"
-        for rule in violations
-        if rule["impact"] in ("serious", "critical")
-        for node in rule["nodes"]
-    ]

@@ -101,6 +101,41 @@ def test_strict_tools_leave_text_free(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.full
+def test_a_call_in_a_block_of_json_is_a_call(client: openai.OpenAI) -> None:
+    """As Qwen2.5-Coder writes it, whatever the template says."""
+    loose = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    options: dict[str, Any] = {"tools": loose, "extra_body": {"reasoning_effort": "none", "thinking_budget": None}}
+    text = '```json\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Rome"\n  }\n}\n```'
+    for written, is_call in ((text, True), (text.replace("weather", "stocks"), False)):
+        options["extra_body"]["structured_outputs"] = {"choice": [written]}
+        whole = ask(client, **options).choices[0]
+        chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **options)]
+        calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        assert whole.finish_reason == chunks[-1].finish_reason == ("tool_calls" if is_call else "stop")
+        assert [call.function.name for call in whole.message.tool_calls or []] == (["weather"] if is_call else [])
+        assert [call.name for call in calls if call.name] == (["weather"] if is_call else [])
+        assert (whole.message.content or "") == content == ("" if is_call else written)
+        if is_call:
+            assert json.loads("".join(call.arguments or "" for call in calls)) == {"city": "Rome"}
+
+
+@pytest.mark.full
+def test_one_call_where_parallel_calls_are_off(client: openai.OpenAI) -> None:
+    loose = [{"type": "function", "function": {"name": "now"}}]
+    call = '```json\n{"name": "now", "arguments": {}}\n```\n'
+    body: dict[str, Any] = {"reasoning_effort": "none", "thinking_budget": None}
+    body["structured_outputs"] = {"choice": [f"One.\n{call}{call}Two."]}
+    options: dict[str, Any] = {"tools": loose, "extra_body": body}
+    for many, count in ((True, 2), (False, 1)):
+        message = ask(client, parallel_tool_calls=many, **options).choices[0].message
+        chunks = [part.choices[0].delta for part in ask(client, stream=True, parallel_tool_calls=many, **options)]
+        assert len(message.tool_calls) == count
+        assert len([call for part in chunks for call in part.tool_calls or [] if call.id]) == count
+        assert message.content == "".join(part.content or "" for part in chunks) == "One.\nTwo."
+
+
+@pytest.mark.full
 def test_a_schema_holds_behind_the_reasoning(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
     message = ask(client, response_format=form).choices[0].message

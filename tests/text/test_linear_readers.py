@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,17 +12,17 @@ from tool_samples import TOOLS
 
 from bifolio.text.reasoning import FORMATS as REASONING
 from bifolio.text.reasoning import PlainReader, ReasoningReader, texts_of
-from bifolio.text.tools import FORMATS
+from bifolio.text.tools import FORMATS, gemma, literals, pythonic
 from bifolio.text.tools.blocks import MAX_AGAIN
 from bifolio.text.tools.buffer import Buffer
 from bifolio.text.tools.events import AnswerReader, Call, Content, merged
-from bifolio.text.tools.gemma import gemma_to_json
-from bifolio.text.tools.pythonic import python_to_json
 
 MEGABYTE = 1 << 20
 MOST_VISITS = 12  # of each character by searches; blocks that are no calls are read again, up to a limit
+MOST_VALUE_VISITS = 4  # of each character of a value by patterns
 MOST_COPIES = 600  # of each character: a name of up to 512 characters is copied with every piece
 JSON_CALL, TAG = '{"name": "write", "arguments": {"text": "', "<tool_call>"
+FENCE = "```json\n"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 HARMONY = "<|channel|>commentary to=functions.write<|message|>"
 GLM = "<tool_call>write<arg_key>text</arg_key><arg_value>"
@@ -44,6 +46,20 @@ HOSTILE: dict[str, list[tuple[str, str]]] = {
         (TAG + '{"name": "now", "a": ', "1"),
         ("", '<tool_call>{"name": "now"}</tool_call>'),
         (TAG + "{", f'"{NAME}": 1, '),
+        ("", "```json\n"),
+        ("", "```jso\n"),
+        (FENCE + JSON_CALL, "x"),
+        (FENCE + JSON_CALL, "```"),
+        (FENCE + JSON_CALL, FENCE + JSON_CALL),
+        (FENCE, '{"name": "now", "arguments": {}}\n'),
+        (FENCE + '{"name": "now", "arguments": {}}', " "),
+        (FENCE + '{"name": "now", "arguments": {}}', "\n``"),
+        ("", '```json\n{"name": "now", "arguments": {}}\n```\n'),
+        ("", '```json\n{"name": "now", "arguments": {}} x\n```\n'),
+        (FENCE + "[", '{"name": "now", "arguments": {}}, '),
+        (JSON_CALL, "x"),
+        ("", '{"name": "now", "arguments": {}}\n'),
+        ("x", "\n \n"),
     ],
     "qwen3_coder": [
         (CODER, "x"),
@@ -243,34 +259,68 @@ def test_work_of_the_reasoning_reader_is_linear(head: str, repeated: str, work: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_megabyte(name: str, work: Work) -> None:
-    """Whole, and an eighth of it in single characters, which take a hundred times as long to count."""
+    """Whole, and a quarter of it in single characters: a megabyte of them takes 20 s of CPU time for each format."""
     head, repeated = HOSTILE[name][0]
     check(reader_of(name), hostile(head, repeated, MEGABYTE), False, work)
-    check(reader_of(name), hostile(head, repeated, MEGABYTE // 8), True, work)
+    check(reader_of(name), hostile(head, repeated, MEGABYTE // 4), True, work)
+
+
+class CountedPattern:
+    """A pattern that counts the characters of its matches; one that finds nothing has looked at all of the text."""
+
+    def __init__(self, pattern: re.Pattern[str], work: Work) -> None:
+        self._pattern = pattern
+        self._work = work
+
+    def match(self, text: str, at: int) -> re.Match[str] | None:
+        found = self._pattern.match(text, at)
+        self._work.visited[0] += (len(text) if found is None else found.end()) - at
+        return found
+
+    def fullmatch(self, text: str) -> re.Match[str] | None:
+        self._work.visited[0] += len(text)
+        return self._pattern.fullmatch(text)
+
+
+def check_value(
+    module: ModuleType, to_json: Callable[[str], str | None], texts: list[str], patch: pytest.MonkeyPatch
+) -> None:
+    """Count the characters that the patterns of a reader of values look at; each match itself is linear.
+
+    A match that went back at every word would take hours for these texts.
+    """
+    work = Work([0], [0])
+    patch.setattr(module, "_PIECE", CountedPattern(module._PIECE, work))
+    patch.setattr(literals, "_NUMBER", CountedPattern(literals._NUMBER, work))
+    for text in texts:
+        work.visited[0] = 0
+        to_json(text)
+        assert 0 < work.visited[0] <= MOST_VALUE_VISITS * len(text)
+
+
+GEMMA_PARTS = ["true ", "a b ", "a", "1 ", "a  b:", "-", '<|"|>', '"', '"a ', "{a b ", "[true ", "true,", "a:"]
+PYTHON_PARTS = ["True ", "a b ", "1 ", "'", '"', "\\'", "'a ", "[True ", "True,", "a:", "'\\"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "repeated", ["true ", "a b ", "a", "1 ", "a  b:", "-", '<|"|>', '"', '"a ', "{a b ", "[true ", "true,", "a:"]
-)
-def test_values_of_gemma_are_read_in_linear_time(repeated: str) -> None:
-    """A search that went back at every word would take hours."""
-    for text in (repeated * 20_000, "[" + repeated * 20_000 + "]", "{a:" + repeated * 20_000 + "}"):
-        gemma_to_json(text)
+@pytest.mark.parametrize("repeated", GEMMA_PARTS)
+def test_values_of_gemma_are_read_in_linear_time(repeated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = repeated * (MEGABYTE // 16 // len(repeated))
+    check_value(gemma, gemma.gemma_to_json, [long, f"[{long}]", f"{{a:{long}}}", f'<|"|>{long}'], monkeypatch)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("repeated", ["True ", "a b ", "1 ", "'", '"', "\\'", "'a ", "[True ", "True,", "a:", "'\\"])
-def test_values_of_python_are_read_in_linear_time(repeated: str) -> None:
-    for text in (repeated * 20_000, "[" + repeated * 20_000 + "]", "'" + repeated * 20_000):
-        python_to_json(text)
+@pytest.mark.parametrize("repeated", PYTHON_PARTS)
+def test_values_of_python_are_read_in_linear_time(repeated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = repeated * (MEGABYTE // 16 // len(repeated))
+    check_value(pythonic, pythonic.python_to_json, [long, f"[{long}]", f"'{long}", f"'{long}'"], monkeypatch)
 
 
 def test_words_of_a_value_are_one_constant_or_number() -> None:
-    assert gemma_to_json(" [true , None, -2.5 ] ") == "[true, null, -2.5]"
-    assert gemma_to_json("{s t : 1,u:{}}") == '{"s t": 1, "u": {}}'
+    assert gemma.gemma_to_json(" [true , None, -2.5 ] ") == "[true, null, -2.5]"
+    assert gemma.gemma_to_json("{s t : 1,u:{}}") == '{"s t": 1, "u": {}}'
     for text in ("1 2", "true false", "-", "1e5x", "[1 2]"):
-        assert gemma_to_json(text) is None
+        assert gemma.gemma_to_json(text) is None
 
 
 def test_calls_nested_too_deeply_are_text() -> None:

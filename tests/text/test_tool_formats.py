@@ -12,10 +12,12 @@ from tool_samples import MALFORMED, SAMPLES, TOOLS, Calls
 
 from bifolio.text.reasoning import texts_of
 from bifolio.text.tools import FORMATS
-from bifolio.text.tools.events import Arguments, Call, Part, merged
+from bifolio.text.tools.events import Arguments, Call, Content, Part, merged
 from bifolio.text.tools.format import ToolFormat
 
+FORMAT_NAMES = {kind.name for kind in FORMATS}
 BY_NAME: dict[str, ToolFormat] = {kind.name: kind() for kind in FORMATS}
+BY_NAME["hermes_unmarked"] = BY_NAME["hermes"]
 ROWS = [(name, sample) for name, samples in SAMPLES.items() for sample in samples]
 TEXTS = {name: [sample.text for sample in SAMPLES[name]] + MALFORMED[name] for name in SAMPLES}
 
@@ -43,12 +45,14 @@ def random_pieces(text: str, seed: int) -> list[str]:
 
 
 def test_every_format_has_samples() -> None:
-    assert set(SAMPLES) == set(MALFORMED) == set(BY_NAME)
+    assert set(SAMPLES) == set(MALFORMED) == set(BY_NAME) >= FORMAT_NAMES
 
 
 @pytest.mark.parametrize(("name", "sample"), ROWS)
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_recorded_answers(name: str, sample, is_certain: bool) -> None:  # type: ignore[no-untyped-def]
+    if is_certain and name == "hermes_unmarked":
+        pytest.skip("a grammar enforces the marks")
     parts = parsed(name, [sample.text], is_certain)
     assert calls_of(parts) == sample.calls
     assert texts_of(parts) == (sample.reasoning, sample.content)
@@ -78,6 +82,7 @@ def test_streamed_equals_whole(name: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(TEXTS[name]), min_size=1, max_size=3)))
     pieces = random_pieces(text, data.draw(st.integers(0, 1 << 30)))
     is_certain = text in TEXTS[name][: len(SAMPLES[name])] and data.draw(st.booleans())
+    is_certain = is_certain and name in FORMAT_NAMES
     assert parsed(name, pieces, is_certain) == parsed(name, [text], is_certain)
 
 
@@ -96,8 +101,21 @@ def test_no_character_is_lost_beside_calls(name: str) -> None:
     if name in ("llama3", "pythonic", "harmony"):
         pytest.skip("a call is the whole answer")
     sample = SAMPLES[name][0]
-    parts = parsed(name, list(f"before {sample.text} after"))
+    parts = parsed(name, list(f"before\n{sample.text} after"))
     assert [name for name, _ in calls_of(parts)] == [name for name, _ in sample.calls]
     content = texts_of(parts)[1]
     assert content.startswith("before")
     assert content.endswith("after")
+
+
+def test_a_block_of_json_is_held_back_only_while_it_may_be_a_call() -> None:
+    reader = BY_NAME["hermes"].reader(TOOLS)
+    assert reader.push('Data:\n```json\n{"na') == [Content("Data:")]
+    assert merged(reader.push('me": "Bob",')) == [Content('\n```json\n{"name": "Bob",')]
+    assert reader.push(' "age": 3}\n') == [Content(' "age": 3}')]
+    assert merged(reader.finish()) == [Content("\n")]
+
+
+def test_a_block_of_json_is_text_where_a_grammar_enforces_calls() -> None:
+    text = SAMPLES["hermes_unmarked"][0].text
+    assert parsed("hermes", [text], is_certain=True) == [Content(text)]

@@ -47,6 +47,31 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample('<tool_call>{"name": "now"}</tool_call> Done.', [NOW], " Done."),
         Sample('<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', [NOW]),
     ],
+    "hermes_unmarked": [  # answers of Qwen2.5-Coder
+        Sample(
+            '```json\n{\n  "name": "get_weather",\n  "arguments": {\n    "city": "Rome",\n    "days": 2\n  }\n}\n```',
+            [ROME],
+        ),
+        Sample('```json\n{"name": "get_weather", "arguments": {"city": "Osló ☃"}}\n```\n', [OSLO]),
+        Sample(
+            'To find out, I look.\n\n```json\n{"name": "now", "arguments": {}}\n{"name": "get_weather", "arguments": '
+            '{"city": "Rome", "days": 2}}\n```\n\nDone.',
+            [NOW, ROME],
+            "To find out, I look.\n\nDone.",
+        ),
+        Sample('  ```json\n[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]\n```', [NOW, NOW]),
+        Sample('{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}', [ROME]),
+        Sample('{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}\n', [NOW, NOW]),
+        Sample('```json\n{"name": "now", "arguments": {}}', [NOW]),  # the answer ends before the fence
+        Sample(
+            '```json\n{"name": "write", "arguments": {"text": "# Title\\n```sh\\nls\\n```\\n"}}\n```',
+            [("write", {"text": "# Title\n```sh\nls\n```\n"})],
+        ),
+        Sample(
+            '```json\n{"name": "now", "arguments": {}}\n```\n<tool_call>\n{"name": "now"}\n</tool_call>',
+            [NOW, NOW],
+        ),
+    ],
     "qwen3_coder": [
         Sample(
             "I will look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
@@ -157,6 +182,30 @@ MALFORMED: dict[str, list[str]] = {
         "<tool_call>\nno json\n</tool_call> and <tool_",
         "<tool_call>" * 100 + "x",
         '<tool_call>{"name": "' + "x" * 2000,
+    ],
+    "hermes_unmarked": [
+        '```json\n{"name": "other", "arguments": {}}\n```',
+        '```json\n{"name": "now"}\n```',
+        '```json\n{"name": "now", "arguments": null}\n```',
+        '```json\n{"name": "now", "arguments": "{}"}\n```',
+        '```json\n{"name": "now", "arguments": [1]}\n```',
+        '```json\n{"name": "now", "parameters": {}}\n```',
+        '```json\n{"name": "now", "arguments": {}, "description": "The time"}\n```',
+        '```json\n{"name": "now", "arguments": {}}\n{"name": "other", "arguments": {}}\n```',
+        '```json\n{"name": "now", "arguments": {}}\nand more\n```',
+        '```json\n{"name": "now", "arguments": {"a": }}\n```',
+        '```json\n{"city": "Rome"}\n```\n\nThat is all.',
+        '```json\n[]\n```',
+        "```json",
+        "```",
+        '```jsonc\n{"name": "now", "arguments": {}}\n```',
+        '```python\nnow()\n```\n',
+        'Write ```json\n{"name": "now", "arguments": {}}\n``` there.',
+        '````json\n{"name": "now", "arguments": {}}\n````',
+        'Like {"name": "now", "arguments": {}}',
+        '{"city": "Rome", "days": 2}',
+        '[{"name": "now", "arguments": {}}',
+        '[1, 2]',
     ],
     "qwen3_coder": [
         "<tool_call>\n<function=other>\n</function>\n</tool_call>",

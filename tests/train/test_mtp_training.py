@@ -13,7 +13,7 @@ import pytest
 
 from bifolio import LLM, SamplingParams, SpeculativeConfig
 from bifolio.cli.main import build_app
-from bifolio.config import CacheConfig, RopeConfig
+from bifolio.config import CacheConfig, RopeConfig, layers_of
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
 from bifolio.errors import BifolioError, ConfigError
 from bifolio.kernels.interface import AttentionPhase
@@ -222,8 +222,8 @@ def test_the_tensors_of_a_head() -> None:
         ({"logit_softcap": 30.0}, "logit_softcap"),
         ({"attention_softcap": 30.0}, "attention_softcap"),
         ({"attention_scale": 0.3}, "attention_scale"),
-        ({"layer_window": (8, None)}, "layer_window"),
-        ({"layer_rope": (0, None)}, "layer_rope"),
+        ({"layers": layers_of(2, window=(8, None))}, "layers.window"),
+        ({"layers": layers_of(2, rope=(0, None))}, "layers"),
         ({"residual_scale": 0.5}, "residual_scale"),
         ({"embedding_scale": 2.0}, "embedding_scale"),
         ({"post_norms": True}, "post_norms"),

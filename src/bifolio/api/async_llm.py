@@ -20,7 +20,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import EngineDeadError
+from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import RequestOutputKind, SamplingParams
 from bifolio.sequence import Request, StepResult
@@ -54,6 +54,8 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path | LoadedModel | LLM | None = None, **options: Any) -> None:
+        if isinstance(model, LLM) and options:
+            raise ConfigError(f"the LLM has its options already: pass {', '.join(options)} to LLM(...)")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.llm.hand_over("AsyncLLM")
         self._channels: dict[str, _Channel] = {}  # by request id; changed on the engine's thread only
@@ -77,6 +79,8 @@ class AsyncLLM:
         llm.generate(prompt, params, request_id)` gives the output of one prompt again and again while it grows, as
         vLLM does; `SamplingParams.output_kind` chooses between everything so far, the new part, and the end alone.
         """
+        if prompts is not None and prompt is not None:
+            raise RequestError("prompt is another name of prompts: pass one of them")
         wanted: Any = prompts if prompt is None else prompt
         return Generation(
             lambda: self._finished(wanted, sampling_params, priority, request_id),
@@ -208,7 +212,7 @@ class AsyncLLM:
         request_id: str | None,
     ) -> tuple[list[Request], _Channel]:
         """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
-        inputs = await asyncio.to_thread(lambda: [self.llm.prompt_tokens(prompt) for prompt in batch])
+        inputs, each = await asyncio.to_thread(lambda: self.llm.resolved(batch, each))
         ids = [f"async-{next(self._ids)}" for _ in batch]
         if request_id is not None:
             ids = [request_id if not number else f"{request_id}-{number}" for number in range(len(batch))]

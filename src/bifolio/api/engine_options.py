@@ -127,7 +127,9 @@ class EngineOptions:
         if wanted is None:
             return min(most, USUAL_LENGTH)
         if not 1 <= wanted <= most:
-            raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context length of this model")
+            raise ConfigError(
+                f"max_model_len={wanted} is outside 1..{most}, the context length of this model: pass a number in it"
+            )
         return wanted
 
     def draft_model(self, model: LoadedModel) -> LoadedModel | LoadedHead | None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.api.outputs import CompletionOutput, Decode, PositionLogprobs, RequestOutput
+from bifolio.api.outputs import CompletionOutput, Decode, PositionLogprobs, RequestOutput, prompt_scores
 from bifolio.sampling_params import RequestOutputKind
 from bifolio.sequence import Request, StepResult
 
@@ -67,6 +67,7 @@ class GrowingOutput:
         self._request = request
         self._decode = decode
         self._parts = [_Part() for _ in request.sequences]
+        self._scores: list[PositionLogprobs | None] | None = None  # of the prompt
         self.kind = request.params.output_kind
 
     def add(self, result: StepResult) -> RequestOutput:
@@ -89,12 +90,17 @@ class GrowingOutput:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=self._prompt_scores(),
             outputs=[self._completion(index) for index in indices],
             finished=all(part.finish_reason is not None for part in self._parts),
             metrics=request.metrics,
             error=request.error,
         )
+
+    def _prompt_scores(self) -> list[PositionLogprobs | None] | None:
+        if self._scores is None:
+            self._scores = prompt_scores(self._request, self._decode)
+        return self._scores
 
     def _completion(self, index: int) -> CompletionOutput:
         part, wanted = self._parts[index], self._request.params.logprobs is not None

@@ -13,10 +13,20 @@ from typing import Any
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
 from bifolio.api.outputs import Decode, RequestOutput, request_output
-from bifolio.api.prompts import Prompt, PromptTokens, as_prompts, beam_params, checked_params, show_progress
+from bifolio.api.prompts import (
+    Params,
+    Prompt,
+    PromptTokens,
+    as_prompts,
+    beam_params,
+    checked_params,
+    ending_at,
+    show_progress,
+    suffix_of,
+)
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.stream import TokenStream
-from bifolio.api.vllm_options import check_ported, speculative_from
+from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import NUMERICS, SpeculativeConfig
 from bifolio.engine.build import build_engine
@@ -86,6 +96,9 @@ class LLM:
     ) -> None:
         check_ported(ported, LLM.__init__.__kwdefaults__ or ())
         check_threads(threads)
+        check_one_of(token_budget=token_budget, max_num_batched_tokens=max_num_batched_tokens)
+        check_one_of(speculative=speculative, speculative_config=speculative_config)
+        check_one_of(num_blocks=num_blocks, memory=memory)
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         options = EngineOptions(
             dtype=dtype, kv_cache_dtype=kv_cache_dtype, deterministic=deterministic, block_size=block_size,
@@ -161,7 +174,7 @@ class LLM:
         priorities: list[int],
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        prompts = [self.prompt_tokens(prompt) for prompt in batch]
+        prompts, params = self.resolved(batch, params)
         requests = self._shared.add_all(prompts, params, priorities)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
         return [request_output(request, self.decode_token) for request in requests]
@@ -183,7 +196,7 @@ class LLM:
         """
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
-        return self._shared.stream([self.prompt_tokens(prompt) for prompt in batch], params)
+        return self._shared.stream(*self.resolved(batch, params))
 
     def chat(
         self,
@@ -274,13 +287,25 @@ class LLM:
         """The parameters with a seed drawn from that of the LLM, unless they have their own."""
         return params if params.seed is not None else dataclasses.replace(params, seed=seeds.getrandbits(63))
 
+    def resolved(self, batch: list[Prompt], params: Sequence[Params]) -> tuple[list[PromptTokens], list[Params]]:
+        """The tokens of each prompt, and its parameters: the end of a text with a gap is marked by further tokens."""
+        prompts, each = [self.prompt_tokens(prompt) for prompt in batch], list(params)
+        for number, prompt in enumerate(batch):
+            if suffix_of(prompt) is not None:
+                each[number] = ending_at(each[number], self.model.require_infill().ends)
+        return prompts, each
+
     def prompt_tokens(self, prompt: Prompt) -> PromptTokens:
         """(text or None, token ids) of a prompt in any of its forms."""
         text: str | None = None
+        suffix = suffix_of(prompt)
         token_ids: Any = prompt
         if isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             token_ids = text if token_ids is None else token_ids
+        if suffix is not None and token_ids is not None:
+            infill = self.model.require_infill()
+            return text, infill.prompt(self.model.require_tokenizer(), token_ids, suffix)
         if isinstance(token_ids, str):
             text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
         if token_ids is None or isinstance(token_ids, Mapping):

@@ -136,17 +136,22 @@ class RequestOutput:
 
 def request_output(request: Request, decode: Decode | None = None) -> RequestOutput:
     """The state of a request as its caller sees it; `decode` writes tokens beside their logprobs."""
-    scored = request.prompt_logprobs
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
-        prompt_logprobs=None if scored is None else [e if e is None else PositionLogprobs(e, decode) for e in scored],
+        prompt_logprobs=prompt_scores(request, decode),
         outputs=[_completion(request, each, index, decode) for index, each in enumerate(returned_sequences(request))],
         finished=request.is_finished,
         metrics=request.metrics,
         error=request.error,
     )
+
+
+def prompt_scores(request: Request, decode: Decode | None) -> list[PositionLogprobs | None] | None:
+    """The logprobs of the prompt, complete from the first output token on; None if they were not asked for."""
+    scored = request.prompt_logprobs
+    return None if scored is None else [each if each is None else PositionLogprobs(each, decode) for each in scored]
 
 
 def returned_sequences(request: Request) -> list[Sequence]:

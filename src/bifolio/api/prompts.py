@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from bifolio.beam_params import BeamSearchParams
-from bifolio.errors import RequestError
+from bifolio.errors import RequestError, did_you_mean
 from bifolio.sampling_params import SamplingParams
 
+Params = TypeVar("Params", SamplingParams, BeamSearchParams, SamplingParams | BeamSearchParams)
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 PromptTokens: TypeAlias = tuple[str | None, Sequence[int]]  # text, if it was given; token ids
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "suffix")  # of a prompt that is a mapping
 PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 
 
@@ -26,6 +29,28 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if all(isinstance(item, int) or hasattr(item, "__index__") for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def suffix_of(prompt: Prompt) -> str | None:
+    """The text after the gap of a prompt that has one. Keys of a mapping that are not known are refused by name."""
+    if not isinstance(prompt, Mapping):
+        return None
+    for name, value in prompt.items():
+        if name not in PROMPT_KEYS and value is not None:
+            hint = did_you_mean(str(name), PROMPT_KEYS)
+            raise RequestError(f"a prompt has no {name!r}{hint or ': it has ' + ', '.join(PROMPT_KEYS)}")
+    suffix = prompt.get("suffix")
+    if suffix is not None and not isinstance(suffix, str):
+        raise RequestError(f"the suffix of a prompt is text, not {suffix!r}")
+    return suffix
+
+
+def ending_at(params: Params, token_ids: Sequence[int]) -> Params:
+    """The parameters with further tokens that end the output, unless they ignore the end of the text."""
+    if params.ignore_eos:
+        return params
+    ends = tuple(dict.fromkeys([*params.stop_token_ids, *token_ids]))
+    return dataclasses.replace(params, stop_token_ids=ends)
 
 
 def checked_params(params: Any) -> list[SamplingParams]:

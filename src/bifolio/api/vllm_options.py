@@ -44,6 +44,7 @@ IGNORED = {
     "generation_config": "the model's sampling defaults are always used where a call passes none",
     "compilation_config": "kernels are compiled ahead or on first use",
 }
+ALWAYS_ON = ("enable_chunked_prefill",)  # False is warned about as well
 _SAME = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
          "runner": "generate", "skip_tokenizer_init": False, "enable_lora": False}  # fmt: skip
 
@@ -87,8 +88,15 @@ def check_ported(options: Mapping[str, Any], own: Iterable[str] = ()) -> None:
                 raise ConfigError(f"{name}={value!r} is not supported: leave it out, or pass {_SAME[name]!r}")
         elif name not in IGNORED:
             raise TypeError(f"LLM() has no option {name!r}{did_you_mean(name, [*own, *_SAME, *IGNORED])}")
-        elif value not in (None, False, "auto"):
+        elif value not in (None, False, "auto") or (name in ALWAYS_ON and value is False):
             warnings.warn(f"{name}={value!r} has no effect: {IGNORED[name]}", UserWarning, stacklevel=3)
+
+
+def check_one_of(**values: Any) -> None:
+    """Refuse two options that decide on the same thing."""
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} decide on the same thing: pass one of them")
 
 
 def speculative_from(options: Mapping[str, Any]) -> SpeculativeConfig:

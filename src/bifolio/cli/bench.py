@@ -34,22 +34,18 @@ LATENCY_EPILOG = """Examples:
   bifolio bench latency --shape S --format q8_0 --batch 4 --plot latency.png"""
 
 # Optional verbs: module -> function that registers them.
-GUESTS = {
-    "bifolio.cli.bench_serve": "register_serve",
-    "bifolio.cli.bench_gpu": "register_gpu",
-    "bifolio.cli.bench_cluster": "register",
-}
+GUESTS = {"bifolio.cli.bench_serve": "register_serve"}
+MOVED = {"gpu": "gpu", "cluster": "fleet", "targets": "targets", "formats": "formats"}  # names in `benchmarks`
 
 
 def register(app: commands.App) -> None:
-    from bifolio.cli import bench_formats, bench_targets, bench_trace
+    from bifolio.cli import bench_trace
+    from bifolio.cli.moved import moved
 
-    bench = commands.App("bench", HELP)
+    bench = commands.App("bench", HELP, moved={name: moved(f"bench {name}", new) for name, new in MOVED.items()})
     bench.command("throughput", help=THROUGHPUT_HELP, epilog=THROUGHPUT_EPILOG)(throughput)
     bench.command("latency", help=LATENCY_HELP, epilog=LATENCY_EPILOG)(latency)
     bench_trace.register(bench)
-    bench_targets.register(bench)
-    bench_formats.register(bench)
     for module_name, function in GUESTS.items():
         try:
             module = import_module(module_name)

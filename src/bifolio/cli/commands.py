@@ -90,11 +90,10 @@ class Command:
     help: str
     epilog: str
 
-    def run(self, program: str, arguments: Sequence[str]) -> None:
-        parser = _parser(program, self.help, self.epilog)
-        values, written = OptionValues.of(program), parameters_of(self.function)
-        words = _literal_tail(arguments)
-        in_full, num_hidden = HELP_ALL in words, sum(notes_of(parameter)[1].advanced for parameter, _ in written)
+    def parser(self, program: str, values: OptionValues, in_full: bool) -> argparse.ArgumentParser:
+        """The parser of the verb, with the given values as defaults; `in_full`: its help has the advanced options."""
+        parser, written = _parser(program, self.help, self.epilog), parameters_of(self.function)
+        num_hidden = sum(notes_of(parameter)[1].advanced for parameter, _ in written)
         shown = f"Show all options, {num_hidden} more, and exit." if num_hidden and not in_full else argparse.SUPPRESS
         parser.add_argument(HELP_ALL, action="help", help=shown)
         headings: dict[str, Any] = {}
@@ -103,12 +102,17 @@ class Command:
             if section is None and group is not None:
                 section = headings[group.name] = parser.add_argument_group(group.annotation.HEADING)
             _add(section, parameter, values, in_full)
-        values.check_all_used()
         parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
+        return parser
+
+    def run(self, program: str, arguments: Sequence[str]) -> None:
+        words, values = _literal_tail(arguments), OptionValues.of(program)
+        parser = self.parser(program, values, HELP_ALL in words)
+        values.check_all_used()
         _refuse_unknown(parser, words)
         given = vars(parser.parse_intermixed_args(words))
         try:
-            self.function(**_arguments(written, given))
+            self.function(**_arguments(parameters_of(self.function), given))
         except BadParameter as error:
             parser.error(str(error))
 
@@ -123,6 +127,7 @@ class App:
     headings: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the help: the verbs under each
     verbs: dict[str, Command | App] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)  # another name: the verb
+    moved: Mapping[str, Callable[[Sequence[str]], None]] = field(default_factory=dict)  # old verbs, not listed
 
     def command(
         self, name: str | None = None, *, help: str = "", epilog: str = "", alias: str | None = None
@@ -151,6 +156,9 @@ class App:
         verb = self.aliases.get(verb, verb)
         if verb in self.verbs:
             self.verbs[verb].run(f"{program} {verb}", arguments[1:])
+            return
+        if verb in self.moved:
+            self.moved[verb](arguments[1:])
             return
         parser = _parser(program, self.help, "")
         parser.usage = f"{program} VERB ..."
@@ -222,13 +230,13 @@ def parameters_of(function: Callable[..., None]) -> list[tuple[inspect.Parameter
     for parameter in inspect.signature(function).parameters.values():
         parameter = parameter.replace(annotation=hints[parameter.name])
         if is_dataclass(parameter.annotation):
-            found += [(option, parameter) for option in _fields_of(parameter.annotation)]
+            found += [(option, parameter) for option in fields_of(parameter.annotation)]
         else:
             found.append((parameter, None))
     return found
 
 
-def _fields_of(group: Any) -> list[inspect.Parameter]:
+def fields_of(group: Any) -> list[inspect.Parameter]:
     """The fields of a group as keyword parameters."""
     hints = typing.get_type_hints(group, include_extras=True)
     return [
@@ -306,9 +314,9 @@ def _reader(kind: Callable[[str], Any], written: Parameter) -> Callable[[str], A
     def read(text: str) -> Any:
         value = (written.read or kind)(text.removeprefix(LITERAL))
         if written.min is not None and value < written.min:
-            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}")
+            raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}, the least that is allowed")
         if written.max is not None and value > written.max:
-            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}")
+            raise argparse.ArgumentTypeError(f"{text} is above {written.max:g}, the most that is allowed")
         return value
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # argparse puts it into "invalid int value"

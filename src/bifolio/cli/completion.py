@@ -26,10 +26,9 @@ BASH = """_bifolio() {{
 $(compgen -f -- "$word")); return ;;
   esac
   if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{verbs}" -- "$word")); return; fi
-  [ "$verb" = bench ] && verb="bench ${{COMP_WORDS[2]}}"
-  if [ "$COMP_CWORD" -eq 2 ] && [ "${{COMP_WORDS[1]}}" = bench ]; then
-    COMPREPLY=($(compgen -W "{bench}" -- "$word")); return
-  fi
+  case "$verb" in
+{groups}
+  esac
   case "$verb" in
 {cases}
   esac
@@ -59,7 +58,7 @@ def completion(shell: Annotated[str, commands.argument(help="bash, zsh or fish."
 
 
 def options_of(app: commands.App, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """(verb, its options) of every verb; those of `bench` are two words."""
+    """(verb, its options) of every verb; those of a group such as `bench` are two words."""
     for name, entry in app.verbs.items():
         if isinstance(entry, commands.App):
             yield from options_of(entry, f"{prefix}{name} ")
@@ -87,8 +86,19 @@ def bash(app: commands.App, verbs: dict[str, list[str]]) -> str:
         for verb, options in verbs.items()
     )
     cases = "\n".join(f"    {line.strip()}" for line in cases.splitlines())
-    bench = " ".join(verb.split()[1] for verb in verbs if verb.startswith("bench "))
-    return BASH.format(verbs=" ".join(app.verbs), bench=bench, cases=cases)
+    groups = "\n".join(
+        _group_case(name, list(entry.verbs)) for name, entry in app.verbs.items() if isinstance(entry, commands.App)
+    )
+    return BASH.format(verbs=" ".join(app.verbs), groups=groups, cases=cases)
+
+
+def _group_case(name: str, verbs: list[str]) -> str:
+    """The verbs of a group as the second word; after it, a verb is two words."""
+    words = " ".join(verbs)
+    return (
+        f'    {name}) [ "$COMP_CWORD" -eq 2 ] && {{ COMPREPLY=($(compgen -W "{words}" -- "$word")); return; }}\n'
+        f'      verb="{name} ${{COMP_WORDS[2]}}" ;;'
+    )
 
 
 def zsh(app: commands.App, verbs: dict[str, list[str]]) -> str:
@@ -101,6 +111,9 @@ def fish(app: commands.App, verbs: dict[str, list[str]]) -> str:
     for name, entry in app.verbs.items():
         help = entry.help.split("\n")[0].replace("'", "\\'")
         lines.append(f"complete -c bifolio -n __fish_use_subcommand -a {name} -d '{help}'")
+        if isinstance(entry, commands.App):
+            below = " ".join(entry.verbs)
+            lines.append(f"complete -c bifolio -f -n '__fish_seen_subcommand_from {name}' -a '{below}'")
     for verb, options in verbs.items():
         condition = " and ".join(f"__fish_seen_subcommand_from {word}" for word in verb.split())
         condition = condition.replace(" and ", "; and ")

@@ -47,11 +47,11 @@ def evaluate(
 
     content = read_text(text)
     if window is not None and window < 2:
-        raise ConfigError(f"a window needs at least 2 tokens, not {window}")
+        raise ConfigError(f"--window needs at least 2 tokens, not {window}")
     loaded = load_model(model or DEFAULT_MODEL)
     most = loaded.config.max_position
     if window is not None and window > most:
-        raise ConfigError(f"a window of {window} tokens is longer than the model's context of {most}")
+        raise ConfigError(f"--window {window} is longer than the model's context of {most} tokens: pass at most {most}")
     length = window or min(WINDOW, most)
     llm = LLM(loaded, max_model_len=length, max_num_seqs=4, enable_prefix_caching=False, **numerics.for_llm())
     began = time.perf_counter()

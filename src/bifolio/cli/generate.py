@@ -13,6 +13,7 @@ from bifolio.cli import commands, options, output_files
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
     from bifolio.api.outputs import RequestOutput
+    from bifolio.api.prompts import Prompt
     from bifolio.beam_params import BeamSearchParams
     from bifolio.sampling.grammar import Grammar
     from bifolio.sampling_params import SamplingParams
@@ -30,6 +31,8 @@ EPILOG = """Examples:
   cat notes.txt | bifolio generate -m ./model > continued.txt
 
   bifolio generate "A girl:" --json-schema '{"type": "object", "properties": {"name": {"type": "string"}}}'
+
+  bifolio generate -m ./Qwen2.5-Coder.gguf "total = " --suffix "  # the sum of prices"
 
   bifolio generate --beams 4 -n 32 "One day, a little dog"
 
@@ -50,6 +53,10 @@ def generate(
         str | None, commands.argument(help="The text to continue; default: piped standard input.")
     ] = None,
     model: options.Model = None,
+    suffix: Annotated[
+        str | None,
+        commands.option("--suffix", help="Text after the gap that a model with fill-in-the-middle tokens fills in."),
+    ] = None,
     ignore_eos: Annotated[bool, commands.option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     beams: Annotated[
         int | None, commands.option("--beams", min=1, help="Beam search with this many beams; prints the best text.")
@@ -87,7 +94,11 @@ def generate(
         explicit["ignore_eos"] = True
     if json_schema is not None:
         explicit["grammar"] = read_grammar(json_schema)
+    if input_file is not None:
+        check_alone(prompt, suffix, echo)
     text = given_text(prompt) if input_file is None else None
+    if suffix is not None:
+        text = text or ""
     llm = engine.llm(model, verbose=verbose)
     if input_file is not None:
         run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams)
@@ -96,11 +107,21 @@ def generate(
         params = request_params(llm, {"max_tokens": most, **explicit}, beams)
         if echo is None:
             echo = json_schema is None and (text is None or (output_file is None and sys.stdout.isatty()))
-        run_one(llm, STORY if text is None else text, params, echo, as_json, output_file)
+        run_one(llm, STORY if text is None else text, params, echo, as_json, output_file, suffix)
     if verbose and llm.engine.speculator is not None:
         stats = llm.engine.speculator.stats
         share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
         print(f"  speculation      {share} ({stats.acceptance_rate:.0%})", file=sys.stderr)
+
+
+def check_alone(prompt: str | None, suffix: str | None, echo: bool | None) -> None:
+    """Refuse options of one prompt beside a file of prompts."""
+    if suffix is not None:
+        raise commands.BadParameter("--suffix is for one prompt: put a 'suffix' into the lines of --input")
+    if prompt is not None:
+        raise commands.BadParameter("PROMPT has no effect with --input: put it into a line, or leave --input out")
+    if echo is not None:
+        raise commands.BadParameter("--echo is for one prompt: the lines of --output have their prompts")
 
 
 def given_text(prompt: str | None) -> str | None:
@@ -161,28 +182,34 @@ def run_one(
     echo: bool,
     as_json: bool,
     target: Path | None = None,
+    suffix: str | None = None,
 ) -> None:
-    """Print the continuation of a text, or write it. Nothing is printed before the request was checked."""
+    """Print the continuation of a text, or the text of its gap before a suffix, or write it.
+
+    Nothing is printed before the request was checked.
+    """
+    prompt: Prompt = text if suffix is None else {"prompt": text, "suffix": suffix}
+    before, after = (text, suffix or "") if echo else ("", "")
     if as_json or target is not None:
         import json
 
         from bifolio.cli.prompt_files import as_record
 
-        (output,) = complete(llm, [text], [params])
-        whole = (text if echo else "") + output.outputs[0].text
+        (output,) = complete(llm, [prompt], [params])
+        whole = before + output.outputs[0].text + after
         deliver(target, (json.dumps(as_record(output), ensure_ascii=False) if as_json else whole) + "\n")
         return
     from bifolio.sampling_params import SamplingParams
 
     if isinstance(params, SamplingParams):
-        stream = llm.stream(text, params)
-        write(text if echo else "")
+        stream = llm.stream(prompt, params)
+        write(before)
         for result in stream:
             write(result.text)
     else:
-        (output,) = complete(llm, [text], [params])
-        write((text if echo else "") + output.outputs[0].text)
-    write("\n")
+        (output,) = complete(llm, [prompt], [params])
+        write(before + output.outputs[0].text)
+    write(after + "\n")
 
 
 def complete(llm: LLM, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 HELP = """Show a model's architecture, metadata, tensors, formats, sizes and memory plan.
 
-The plan is made from the file's header: nothing is allocated, and a model that does not fit can be looked at."""
+The plan is made from the file's header: nothing is allocated, and a model that does not fit can be looked at.
+
+With --diff, show the differences of two GGUF models; the exit status is 0 if there are none, and 1 if there are."""
 EPILOG = """Examples:
 
   bifolio inspect smol.q4_0.gguf
@@ -25,6 +27,8 @@ EPILOG = """Examples:
   bifolio inspect ./model --memory 4GB --max-model-len 4096 --no-tensors
 
   bifolio inspect smol.q4_k_m.gguf --quant
+
+  bifolio inspect --diff smol.q8_0.gguf smol.q4_k_m.gguf
 
   bifolio inspect ./model --json | jq .formats"""
 _SHOWN_ITEMS = 6  # of a long array
@@ -70,11 +74,19 @@ class Contents:
 
 def inspect(
     model: Annotated[str, commands.argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
+    other: Annotated[str | None, commands.argument(help="The second model of --diff, a .gguf file or a name.")] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
     tensors: Annotated[bool, commands.option(help="List every tensor.")] = True,
     quant: Annotated[
         bool, commands.option("--quant", help="Show the formats alone, and the form that each takes in memory.")
     ] = False,
+    diff: Annotated[
+        bool, commands.option("--diff", help="Differences of two GGUF models: metadata, tensors, bytes and values.")
+    ] = False,
+    tolerance: Annotated[
+        float,
+        commands.option("--tolerance", min=0, help="Largest absolute difference of values that --diff ignores."),
+    ] = 0.0,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -85,6 +97,13 @@ def inspect(
     from bifolio.model.loader import resolve
 
     path = resolve(model)
+    if diff != (other is not None):
+        raise commands.BadParameter("--diff compares two models: bifolio inspect --diff A.gguf B.gguf")
+    if other is not None:
+        from bifolio.cli.inspect_diff import show_difference
+
+        show_difference(path, resolve(other), tolerance, as_json)
+        return
     contents = read_contents(path)
     if quant:
         show_formats(contents, as_json)
@@ -212,7 +231,7 @@ def memory_plan(
 
 def architecture_lines(config: ModelConfig) -> list[str]:
     """The network in words."""
-    windows = sorted({window for window in config.layer_window if window is not None})
+    windows = sorted({layer.window for layer in config.layers if layer.window is not None})
     sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
     mlp_sizes = " or ".join(map(str, sorted({config.mlp_size(layer) for layer in range(config.num_layers)})))
     return [
@@ -232,7 +251,8 @@ def expert_lines(config: ModelConfig) -> list[str]:
     if moe is None:
         return []
     shared = f", one shared MLP of {moe.shared_size}" if moe.shared_size else ""
-    plain = f"; plain MLPs in {len(moe.dense_layers)} layers" if moe.dense_layers else ""
+    dense = sum(layer.dense for layer in config.layers)
+    plain = f"; plain MLPs in {dense} layers" if dense else ""
     return [
         f"{moe.num_experts} experts of {moe.expert_size} in a layer, {moe.top_k} for a token{shared}{plain}",
         f"{config.num_active_parameters:,} parameters active for a token",
@@ -270,7 +290,7 @@ def recurrent_lines(config: ModelConfig) -> list[str]:
     kind = {"conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2"}[own.kind]
     size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
     return [
-        f"attention in {len(own.attention_layers)} layers, {kind} in {len(own.layers)}{size}, "
+        f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}, "
         f"convolutions of {own.channels} channels over {own.width} tokens"
     ]
 
@@ -287,7 +307,7 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
         console.print(f"  {line}", markup=False)
     table = Table("key", "value", box=None, title="metadata", title_justify="left")
     for key, value in contents.metadata.items():
-        table.add_row(key, shorten(value))
+        table.add_row(key, one_line(value))
     console.print(table, markup=False)
     if with_tensors and contents.tensors:
         table = Table("tensor", "shape", "format", "size", box=None, title="tensors", title_justify="left")
@@ -304,12 +324,10 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
         console.print(f"  {line}", markup=False)
 
 
-def shorten(value: Any, limit: int = 100) -> str:
+def one_line(value: Any, limit: int = 100) -> str:
     """One line of a value; unprintable characters are escaped."""
-    from rich.markup import escape
-
     if isinstance(value, dict) and value.keys() == {"length", "first"}:
         text = f"{value['length']} items: {', '.join(repr(item) for item in value['first'])}, ..."
     else:
         text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return escape(text if len(text) <= limit else text[: limit - 3] + "...")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -27,6 +27,24 @@ from bifolio.errors import ConfigError, did_you_mean
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 NO_VARIABLE = {"json", "help", "version", "cache", "config", "history"}  # BIFOLIO_CACHE and others mean something else
+VARIABLES = {  # that stand for no option
+    "BIFOLIO_CACHE": "the folder of pulled models and compiled kernels",
+    "BIFOLIO_CONFIG": "the configuration file",
+    "BIFOLIO_HISTORY": "the file of lines that `bifolio chat` remembers",
+    "BIFOLIO_ISA": "the instruction set of the CPU kernels",
+    "BIFOLIO_KERNELS": "the kernel set",
+    "BIFOLIO_MASK_ISA": "instruction sets that the CPU kernels do not use",
+    "BIFOLIO_LOG_LEVEL": "the log level, also of engine processes",
+}
+# Beginnings of those that the tests read.
+OF_TESTS = (
+    "BIFOLIO_TEST_",
+    "BIFOLIO_DOOR",
+    "BIFOLIO_OPTION_",
+    "BIFOLIO_MACHINE_",
+    "BIFOLIO_LLAMA_CPP",
+    "BIFOLIO_MATERIAL",
+)
 
 
 def config_path() -> Path:
@@ -45,7 +63,9 @@ def read_config() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the configuration {path} cannot be read ({error}): correct it, or set BIFOLIO_CONFIG"
+        ) from error
 
 
 class OptionValues:
@@ -56,7 +76,10 @@ class OptionValues:
         if not isinstance(table, dict):
             raise ConfigError(f"{config_path()}: [{verb}] must be a table of options")
         self._verb = verb
-        self._own = {_key(name): value for name, value in table.items() if not isinstance(value, dict)}
+        for name, value in table.items():
+            if isinstance(value, dict):
+                raise ConfigError(f'{config_path()}: write ["{verb} {name}"] instead of [{verb}.{name}]')
+        self._own = {_key(name): value for name, value in table.items()}
         self._shared = {_key(name): value for name, value in config.items() if not isinstance(value, dict)}
         self._tables = [name for name, value in config.items() if isinstance(value, dict)]
         self._environment = environment
@@ -87,11 +110,19 @@ class OptionValues:
                 hint = did_you_mean(key, self._known)
                 raise ConfigError(f"{config_path()}: `bifolio {self._verb}` has no option {key!r}{hint}")
         shared, tables = set(self._shared) - self._known, set(self._tables) - {self._verb}
-        if shared or tables:
-            self._warn(shared, tables)
+        variables = {name for name in self._environment if self._is_strange(name)}
+        if shared or tables or variables:
+            self._warn(shared, tables, variables)
 
-    def _warn(self, shared: set[str], tables: set[str]) -> None:
-        """Warn about keys and tables that are of no other verb either. Only here are all verbs imported."""
+    def _is_strange(self, variable: str) -> bool:
+        """Whether a variable is named like ours and stands for no option of this verb."""
+        if not variable.startswith("BIFOLIO_") or variable in VARIABLES or variable.startswith(OF_TESTS):
+            return False
+        key = variable.removeprefix("BIFOLIO_").lower()
+        return key not in self._known or key in NO_VARIABLE
+
+    def _warn(self, shared: set[str], tables: set[str], variables: set[str]) -> None:
+        """Warn about keys, tables and variables that are of no other verb either. Only here are all verbs imported."""
         from bifolio.cli.completion import options_of
         from bifolio.cli.main import ALIASES, build_app
 
@@ -102,6 +133,17 @@ class OptionValues:
         lines += [f"[{name}] is no verb{did_you_mean(name, verbs)}" for name in sorted(tables - verbs)]
         for line in lines:
             print(f"warning: {config_path()}: {line}", file=sys.stderr)
+        self._warn_variables(variables, known)
+
+    def _warn_variables(self, variables: set[str], known: set[str]) -> None:
+        names = {"BIFOLIO_" + key.upper(): key for key in known}
+        for variable in sorted(variables):
+            key = names.get(variable)
+            if key in NO_VARIABLE:
+                print(f"warning: {variable} has no effect: pass --{key}", file=sys.stderr)
+            elif key is None:
+                hint = _nearest(variable, [*names, *VARIABLES])
+                print(f"warning: {variable} stands for no option{hint}", file=sys.stderr)
 
     def _read(self, value: Any, read: Callable[[str], Any], several: bool, source: str) -> Any:
         try:
@@ -114,6 +156,11 @@ class OptionValues:
 
 def _key(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
+
+
+def _nearest(variable: str, known: Sequence[str]) -> str:
+    """The hint of `did_you_mean` for names in capital letters."""
+    return did_you_mean(variable, [name.lower() for name in known]).upper().replace("DID YOU MEAN", "did you mean")
 
 
 def _truth(value: Any) -> bool:

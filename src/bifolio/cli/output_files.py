@@ -18,7 +18,7 @@ def output_file(text: str) -> Path:
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {folder} does not exist: create it, or choose another")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: the permission is missing")
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: the permission is missing; name a file elsewhere")
     return path
 
 

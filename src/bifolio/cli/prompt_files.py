@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bifolio.api.prompts import Prompt
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+OWN_FIELDS = (*PROMPT_FIELDS, "suffix", "id")  # all others are sampling options
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +35,26 @@ class PromptLine:
             raise commands.BadParameter(f"{self.place}: needs one of {wanted}, not {len(given)} of them")
         value = self.values[given[0]]
         if given[0] == "messages":
+            if "suffix" in self.values:
+                raise commands.BadParameter(f"{self.place}: 'suffix' follows a 'prompt', not 'messages'")
             try:
                 return {"prompt_token_ids": llm.chat_tokens(value)}
             except RequestError as error:
                 raise commands.BadParameter(f"{self.place}: {error}") from error
         if not isinstance(value, str if given[0] == "prompt" else list):
             raise commands.BadParameter(f"{self.place}: 'prompt' is text and 'prompt_token_ids' a list of token ids")
-        return {given[0]: value}
+        suffix = self.values.get("suffix")
+        if suffix is not None and not isinstance(suffix, str):
+            raise commands.BadParameter(f"{self.place}: 'suffix' is text, not {suffix!r}")
+        return {given[0]: value} if suffix is None else {given[0]: value, "suffix": suffix}
 
     def options(self, params: type) -> dict[str, Any]:
         """The sampling options of the line; a field that `params` does not have is refused by name."""
-        found = {name: value for name, value in self.values.items() if name not in (*PROMPT_FIELDS, "id")}
+        found = {name: value for name, value in self.values.items() if name not in OWN_FIELDS}
         known = [field.name for field in fields(params) if field.init]
         for name in found:
             if name not in known:
-                hint = commands.did_you_mean(name, [*known, *PROMPT_FIELDS, "id"])
+                hint = commands.did_you_mean(name, [*known, *OWN_FIELDS])
                 raise commands.BadParameter(f"{self.place}: {name!r} is not a field of a line{hint}")
         return found
 
@@ -56,7 +62,7 @@ class PromptLine:
 def read_prompts(path: Path) -> list[PromptLine]:
     """Every line that is not blank."""
     if not path.is_file():
-        raise commands.BadParameter(f"{path} does not exist")
+        raise commands.BadParameter(f"--input {path} does not exist: pass a file of JSON lines")
     from bifolio.text.utf8 import read_text
 
     lines = []
@@ -66,7 +72,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise commands.BadParameter(f"{path}:{number}: not JSON: {error}") from error
+            raise commands.BadParameter(f"{path}:{number}: not JSON ({error}): write one object a line") from error
         if not isinstance(values, dict):
             raise commands.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
         lines.append(PromptLine(f"{path}:{number}", values))

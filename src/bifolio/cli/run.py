@@ -39,6 +39,8 @@ def run(
     text = given_text(prompt)
     llm = engine.llm(fetched(model), max_num_seqs=1)
     params = llm.default_params(**{"max_tokens": None, **sampling.explicit()})
+    if llm.model.chat_template is None and system is not None:
+        raise commands.BadParameter("--system has no effect: the model has no chat template; leave it out")
     if llm.model.chat_template is None:
         continue_text(llm, text, params)
     elif text is not None:

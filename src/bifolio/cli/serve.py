@@ -262,8 +262,10 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
     import asyncio
     import os
 
+    from bifolio.cli.serve_checks import check_combined
     from bifolio.errors import ConfigError, MissingDependencyError
 
+    check_combined(server, engine)
     try:
         from bifolio.serve.logs import LEVELS, configure_logging
         from bifolio.serve.server import event_loop
@@ -290,14 +292,9 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
     from dataclasses import replace
 
     from bifolio.cli.cluster import Replicas, plain_options, ray_module
-    from bifolio.errors import ConfigError
     from bifolio.serve.listening import reserve
 
     settings = server.settings()
-    if settings.tls_certificate or settings.kv_events or settings.engine_address or server.role != "both":
-        raise ConfigError(
-            "--replicas and --prefill-replicas cannot be combined with --tls-cert, --kv-events, --engine or --role"
-        )
     for each in reserve(settings.host, settings.port):  # told before the engines start
         each.close()
     run = ray_module()

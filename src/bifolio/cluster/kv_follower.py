@@ -16,11 +16,12 @@ from typing import Any
 
 from bifolio.cluster.prefix_router import PrefixRouter
 from bifolio.errors import MissingDependencyError
-from bifolio.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, batch_decoder, limit_reads
+from bifolio.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, batch_decoder
 
 logger = logging.getLogger(__name__)
 POLL_MILLISECONDS = 100
 MAX_BATCH_BYTES = 64 << 20  # that an engine may send; its own limit is lower
+HANDSHAKE_MILLISECONDS = 5000
 
 
 @dataclass(slots=True)
@@ -92,7 +93,8 @@ class KvFollower:
             if name not in self._sources:
                 events, replays = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
                 for receiver in (events, replays):
-                    limit_reads(receiver, MAX_BATCH_BYTES)
+                    receiver.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+                    receiver.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
                 monitor = events.get_monitor_socket(zmq.EVENT_CONNECTED)
                 events.setsockopt(zmq.SUBSCRIBE, b"")
                 events.connect(endpoints[0])

@@ -30,7 +30,8 @@ from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.speculator import Speculator, new_speculator, with_taps
+from bifolio.engine.speculative.build import new_speculator, with_taps
+from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.errors import RequestError
@@ -166,8 +167,6 @@ class InferenceEngine:
         self.blocks.run_moves(self.storages)  # copy-on-write, before any write
         self.slots.update(plan)
         speculator = self.speculator
-        if speculator is not None and speculator.ignores(plan):
-            speculator = None
         if speculator is not None:
             plan = speculator.fill(plan)  # a draft model runs here
         if self._has_states:
@@ -186,8 +185,8 @@ class InferenceEngine:
         """Read and process the tokens of the oldest launched step."""
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
-        if self.speculator is not None and not ticket.plan.prefills:
-            self.speculator.observe_step(ticket.plan, ticket.started)
+        if self.speculator is not None:
+            self.speculator.collected(ticket.plan, ticket.started)
 
     def draw(self) -> None:
         """Launch the late draw of the newest step: its masks depend on the tokens of the steps before it."""
@@ -364,11 +363,11 @@ class InferenceEngine:
 
     def _room_for_drafts(self, slots: list[BatchSlot], speculator: Speculator) -> dict[int, int]:
         was_ahead = speculator.runs_ahead
-        rests = speculator.rests(len(slots), is_behind=bool(self.in_flight))
+        may_draft = speculator.begins_step(len(slots), is_behind=bool(self.in_flight))
         if speculator.runs_ahead != was_ahead:
             for slot in self.batcher.slots:
                 slot.waits_for_tokens = slot.sequence is not None and self._waits_for_tokens(slot.index)
-        if rests:
+        if not may_draft:
             return {}
         ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
         return speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])

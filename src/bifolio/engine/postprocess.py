@@ -115,7 +115,7 @@ class Postprocessor:
             for child in children:
                 self._batcher.fork(sequence, child, item.num_new)
                 if self._speculator is not None:
-                    self._speculator.forked(sequence, child)
+                    self._speculator.drafter.forked(sequence, child)
             if children:
                 ticket.forked[item.slot] = children
 

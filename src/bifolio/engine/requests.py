@@ -135,7 +135,9 @@ class RequestFactory:
         vocab = self._model.config.vocab_size
         for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < vocab:
-                raise TokenIdError(f"the token id {token} is outside the vocabulary of {vocab} tokens")
+                raise TokenIdError(
+                    f"the token id {token} is outside the vocabulary of {vocab} tokens: pass ids from 0 to {vocab - 1}"
+                )
         limit = self._config.max_model_len - (0 if params.max_tokens == 0 else 1)
         if len(prompt_ids) > limit:
             raise PromptTooLongError(

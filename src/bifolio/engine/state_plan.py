@@ -56,7 +56,7 @@ def plan_states(config: ModelConfig, engine: EngineConfig) -> StatePlan | None:
     if spacing is not None and (spacing < 1 or spacing % cache.block_size):
         raise ConfigError(
             f"state_checkpoint_tokens={spacing} is no multiple of the block size: checkpoints end blocks of "
-            f"{cache.block_size} tokens"
+            f"{cache.block_size} tokens, so pass a multiple of it"
         )
     if spacing is None:
         tokens = max(-(-layout.bytes_per_state // layout.bytes_per_token), LEAST_SPACING)

@@ -52,6 +52,6 @@ def warm_up(engine: InferenceEngine) -> None:
     if engine.slots.device is not None:
         engine.slots.device.warm_up()
     if engine.speculator is not None:
-        engine.speculator.warm_up()
+        engine.speculator.drafter.warm_up(engine.speculator.policy.longest)
     engine.blocks.drop_cached()
     engine.reset_stats()

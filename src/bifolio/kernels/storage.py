@@ -78,7 +78,7 @@ class CacheLayout:
         own = config.recurrent
         state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
         layers = config.cached_layers
-        differ = bool(config.layer_head_dim or config.layer_kv_heads)
+        differ = any(layer.head_dim or layer.kv_heads for layer in config.layers)
         return cls(
             len(layers),
             num_blocks,
@@ -88,7 +88,7 @@ class CacheLayout:
             dtype,
             poison,
             shared_values=config.mla is not None,
-            states=() if own is None or state is None else (state,) * len(own.layers),
+            states=() if own is None or state is None else (state,) * len(config.recurrent_layers),
             num_states=0 if own is None else num_states,
             heads=tuple((config.kv_heads(layer), config.head_size(layer)) for layer in layers) if differ else (),
         )

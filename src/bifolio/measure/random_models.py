@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig
+from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig, layers_of
 from bifolio.errors import ConfigError
 from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
@@ -39,11 +39,9 @@ def _llama(  # the values of a config.json, in the usual order
 
 def _hybrid(base: ModelConfig, layers: int, heads: int, groups: int, size: int) -> ModelConfig:
     """Qwen3.5: attention in every fourth layer, gated delta nets in the others."""
-    attention = tuple(range(3, layers, 4))
+    attends = [layer % 4 == 3 for layer in range(layers)]
     recurrent = RecurrentConfig(
         "delta",
-        layers=tuple(layer for layer in range(layers) if layer not in attention),
-        attention_layers=attention,
         width=4,
         channels=(heads + 2 * groups) * size,
         heads=heads,
@@ -55,6 +53,7 @@ def _hybrid(base: ModelConfig, layers: int, heads: int, groups: int, size: int) 
     return replace(
         base, architecture="qwen35", num_layers=layers, ropes=(rope,), qk_norm=True, norm_offset=1.0,
         attention_gate=True, recurrent=recurrent,
+        layers=layers_of(layers, attention=attends, recurrent=[not has for has in attends]),
     )  # fmt: skip
 
 

@@ -13,34 +13,31 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bifolio.config import NUMERICS
-from bifolio.errors import ConfigError
 from bifolio.measure.soak_bombs import BOMBS, Bomb
 from bifolio.measure.soak_growth import MIN_QUIET, Growth, growth_of
-from bifolio.measure.soak_processes import command_line, count_of, own_memory, part_of
+from bifolio.measure.soak_processes import command_line, count_of, own_memory, part_of, slowdown
+from bifolio.measure.soak_server import CHAOS_KEY, SmallCache, SoakServer
 
 PROMPTS = ("Once upon a time", "The fox", "One day, a little girl", "Tom and his dog", "In the dark wood", "a")
 TOKENS = (4, 16, 48)
-ORACLE_KEY, CHAOS_KEY = "soak-oracle-key", "soak-chaos-key"
-START_SECONDS = 120.0
 SETTLED_SECONDS = 600.0  # a run of this length is judged by `max_growth`, a shorter one less strictly
 LAST_LIFE_SECONDS = 360.0  # of the engine, in runs that long: no kill comes after
 QUIET_EVERY, QUIET_SECONDS = 20.0, 7.0  # of requests, and of a pause; its last two seconds are read
+DOWN_SECONDS = 5.0  # after the engine has answered again: requests that it refused before may still be on their way
 DRAIN_SECONDS = 20.0  # the longest time until no request is in flight
 
 
@@ -70,6 +67,7 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)  # MiB of the front end, the engine and the helpers
     processes: dict[str, float] = field(default_factory=dict)  # MiB of each process, by part and id
     is_quiet: bool = False  # no request has been in flight for some seconds
+    slowdown: float = 1.0  # wall-clock time of work of this process by its CPU time: other programs use the cores
 
 
 @dataclass(slots=True)
@@ -106,13 +104,16 @@ class SoakReport:
 
     def judge(self, plan: SoakPlan) -> None:
         """Note every limit that was not kept."""
-        slowest = max((seconds for _, seconds in self.answers), default=0.0)
+        late = [
+            (seconds, end) for end, seconds in self.answers if seconds > plan.max_wait * self._slowdown(end, seconds)
+        ]
         if not self.answers:
             self.problems.append("no answer came")
         if self.wrong:
             self.problems.append(f"{len(self.wrong)} wrong answers, the first: {self.wrong[0]}")
-        if slowest > plan.max_wait:
-            self.problems.append(f"a request waited {slowest:.1f} s")
+        if late:
+            seconds, end = max(late)
+            self.problems.append(f"a request waited {seconds:.1f} s, until {end:.0f} s after the start")
         # A new process grows until its caches are full, which takes a large part of a short run.
         limit = plan.max_growth * max(1.0, SETTLED_SECONDS / max(self.seconds, 1.0)) ** 2
         for name, growth in self.growth.items():
@@ -123,9 +124,14 @@ class SoakReport:
                 )
         if self.used_blocks:
             self.problems.append(f"{self.used_blocks:.1%} of the blocks are in use at the end")
-        late = self.samples[len(self.samples) // 2 :]
-        if late and late[-1].descriptors > 2 * min(sample.descriptors for sample in late) + 32:
-            self.problems.append(f"{late[-1].descriptors} file descriptors are open")
+        half = self.samples[len(self.samples) // 2 :]
+        if half and half[-1].descriptors > 2 * min(sample.descriptors for sample in half) + 32:
+            self.problems.append(f"{half[-1].descriptors} file descriptors are open")
+
+    def _slowdown(self, end: float, seconds: float) -> float:
+        """The mean of the samples while a request waited: the time allowed to it is as many times longer."""
+        found = [sample.slowdown for sample in self.samples if end - seconds <= sample.time <= end]
+        return sum(found) / len(found) if found else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         waits = sorted(seconds for _, seconds in self.answers) or [0.0]
@@ -137,6 +143,7 @@ class SoakReport:
             "kills": len(self.kills),
             "wait_median": round(waits[len(waits) // 2], 3),
             "wait_longest": round(waits[-1], 3),
+            "slowdown": round(float(np.mean([sample.slowdown for sample in self.samples] or [1.0])), 2),
             "memory_growth_mib_per_minute": {
                 name: {"slope": round(growth.slope, 2), "at_least": round(growth.least, 2)}
                 for name, growth in self.growth.items()
@@ -159,20 +166,19 @@ class Soak:
         self._pausing = self._is_quiet = False
         self._num_idle = 0  # clients that wait for the end of a pause
         self._began = time.monotonic()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = int(listener.getsockname()[1])
-        self._process: subprocess.Popen[bytes] | None = None
+        self._exact: dict[tuple[str, int], str] = {}  # set by `run`, as is the server
+        self._server: SoakServer
 
     def run(self) -> SoakReport:
         plan = self.plan
-        expected = self._expected()
-        self._start_server()
-        threads = [
-            threading.Thread(target=self._oracle, args=(expected, number)) for number in range(plan.oracle_clients)
-        ]
+        self._exact, cache = self._expected()
+        self._server = SoakServer(plan.model, plan.numerics, cache)
+        threads = [threading.Thread(target=self._oracle, args=(number,)) for number in range(plan.oracle_clients)]
         threads += [threading.Thread(target=self._chaos, args=(number,)) for number in range(plan.chaos_clients)]
         threads += [threading.Thread(target=work) for work in (self._sample, self._kill, self._pause)]
         try:
+            self._server.wait_ready()
+            self._server.fill_cache(plan.seed, self._stop)
             self._began = time.monotonic()
             for thread in threads:
                 thread.start()
@@ -181,51 +187,17 @@ class Soak:
             for thread in threads:
                 thread.join()
             self.report.seconds = time.monotonic() - self._began
-            self.report.used_blocks = self._used_blocks()
+            self.report.used_blocks = self._server.used_blocks()
         finally:
             self._stop.set()
-            self._end_server()
+            if not self._server.close():
+                self.report.problems.append("the server did not end on SIGTERM")
         self.report.judge(plan)
         return self.report
 
-    # -- the server ----------------------------------------------------------------------------------------------------
-    def _start_server(self) -> None:
-        model = [] if self.plan.model is None else ["-m", self.plan.model]
-        command = [sys.executable, "-m", "bifolio", "serve", *model, "--port", str(self._port), "--log-level", "error"]
-        command += ["--api-key", ORACLE_KEY, "--api-key", CHAOS_KEY, *self._numeric_options()]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end and self._process.poll() is None:
-            try:
-                if self._ask("GET", "/ready")[0] == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.1)
-        raise ConfigError("the server of the soak test did not start: run `bifolio serve` to see why")
-
-    def _numeric_options(self) -> list[str]:
-        """The same numbers as options of the command line."""
-        found: list[str] = []
-        for name, value in self.plan.numerics.items():
-            flag = f"--{name.replace('_', '-')}"
-            if value is True:
-                found.append(flag)
-            elif value is not None and value is not False:
-                found += [flag, str(value)]
-        return found
-
-    def _end_server(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.report.problems.append("the server did not end on SIGTERM")
-                self._process.kill()
-
-    def _expected(self) -> dict[tuple[str, int], str]:
-        """The greedy text of every prompt and length, by the offline API."""
+    # -- exact answers -------------------------------------------------------------------------------------------------
+    def _expected(self) -> tuple[dict[tuple[str, int], str], SmallCache]:
+        """The greedy text of every prompt and length, by the offline API, and the cache for a server of this model."""
         from bifolio.api.llm import LLM
         from bifolio.sampling_params import SamplingParams
 
@@ -234,46 +206,18 @@ class Soak:
         cases = [(prompt, count) for prompt in PROMPTS for count in TOKENS]
         params = [SamplingParams(temperature=0, max_tokens=count) for _, count in cases]
         outputs = llm.generate([prompt for prompt, _ in cases], params, use_tqdm=False)
-        return {case: output.outputs[0].text for case, output in zip(cases, outputs, strict=True)}
-
-    def _ask(self, method: str, path: str, body: Any = None, key: str = ORACLE_KEY) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
-        try:
-            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-            content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-            connection.request(method, path, content, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def _used_blocks(self) -> float:
-        """Share of the blocks in use once all requests have ended."""
-        end = time.monotonic() + 30
-        used = 1.0
-        while time.monotonic() < end:
-            try:
-                status, body = self._ask("GET", "/metrics")
-            except OSError:
-                status, body = 0, b""
-            lines = body.decode().splitlines()
-            values = [float(line.split()[-1]) for line in lines if line.startswith("bifolio:kv_cache_usage_perc")]
-            if status == 200 and values:
-                used = values[0]
-                if not used:
-                    break
-            time.sleep(0.5)
-        return used
+        cache = SmallCache.of(llm.plan, llm.engine.config.max_model_len, llm.engine.model.config.vocab_size)
+        return {case: output.outputs[0].text for case, output in zip(cases, outputs, strict=True)}, cache
 
     # -- threads -------------------------------------------------------------------------------------------------------
-    def _oracle(self, expected: dict[tuple[str, int], str], number: int) -> None:
-        rng = random.Random(f"{self.plan.seed}-oracle-{number}")
+    def _oracle(self, number: int) -> None:
+        expected, rng = self._exact, random.Random(f"{self.plan.seed}-oracle-{number}")
         while self._may_ask():
             prompt, count = rng.choice(list(expected))
             began = time.monotonic()
             body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "n": 1}
             try:
-                status, answer = self._ask("POST", "/v1/completions", body)
+                status, answer = self._server.ask("POST", "/v1/completions", body)
             except (OSError, http.client.HTTPException):
                 status, answer = 503, b""
             now = time.monotonic()
@@ -304,13 +248,13 @@ class Soak:
 
     def _throw(self, bomb: Bomb) -> int | str:
         if bomb.leaves_after is None:
-            return self._ask("POST", bomb.path, bomb.body(), CHAOS_KEY)[0]
+            return self._server.ask("POST", bomb.path, bomb.body(), CHAOS_KEY)[0]
         content = json.dumps(bomb.body()).encode()
         head = (
             f"POST {bomb.path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {CHAOS_KEY}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", self._port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self._server.port), timeout=30) as connection:
             connection.sendall(head.encode() + content)
             self._stop.wait(bomb.leaves_after)  # nothing is read
         return "left"
@@ -346,19 +290,22 @@ class Soak:
         while self.plan.kill_every and not self._stop.wait(self.plan.kill_every):
             if time.monotonic() - self._began > end:
                 return
-            engines = [pid for pid in self._processes() if b"bifolio.serve.worker" in command_line(pid)]
+            engines = [pid for pid in self._server.processes() if b"bifolio.serve.worker" in command_line(pid)]
             for pid in engines:
                 os.kill(pid, signal.SIGSTOP)
                 self._stop.wait(1.0)
                 os.kill(pid, signal.SIGCONT)
                 with self._lock:
-                    self._down_until = time.monotonic() + 30.0
+                    self._down_until = math.inf
                     self.report.kills.append(time.monotonic() - self._began)
                 os.kill(pid, signal.SIGKILL)
+            if engines and not self._server.fill_cache(len(self.report.kills), self._stop) and not self._stop.is_set():
+                self.report.problems.append("the engine did not start again after it was killed")
+            self._down_until = time.monotonic() + DOWN_SECONDS
 
     def _sample(self) -> None:
         while not self._stop.wait(1.0):
-            pids = self._processes()
+            pids = self._server.processes()
             parts, processes = dict.fromkeys(("front end", "engine", "helpers"), 0.0), {}
             for pid in pids:
                 part, memory = part_of(pid, pids[0]), own_memory(pid) / (1 << 20)
@@ -367,19 +314,6 @@ class Soak:
             front = pids[0] if pids else 0
             threads = sum(count_of(pid, "task") for pid in pids)
             now, total = time.monotonic() - self._began, sum(parts.values())
-            sample = Sample(now, total, count_of(front, "fd"), threads, parts, processes, self._is_quiet)
+            sample = Sample(now, total, count_of(front, "fd"), threads, parts, processes, self._is_quiet, slowdown())
             with self._lock:
                 self.report.samples.append(sample)
-
-    def _processes(self) -> list[int]:
-        """The front end, then its children."""
-        if self._process is None:
-            return []
-        root = self._process.pid
-        found = [root]
-        for task in Path(f"/proc/{root}/task").glob("*/children"):
-            try:
-                found += [int(pid) for pid in task.read_text(encoding="ascii").split()]
-            except OSError:
-                continue
-        return found

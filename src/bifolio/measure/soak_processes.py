@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
@@ -34,3 +35,11 @@ def count_of(pid: int, name: str) -> int:
         return len(os.listdir(f"/proc/{pid}/{name}"))
     except OSError:
         return 0
+
+
+def slowdown(cpu_seconds: float = 0.01) -> float:
+    """Wall-clock time of a little work by its CPU time: 1 on a free core, n where n programs share it."""
+    began, used = time.perf_counter(), time.thread_time()
+    while time.thread_time() - used < cpu_seconds:
+        pass
+    return max(1.0, (time.perf_counter() - began) / cpu_seconds)

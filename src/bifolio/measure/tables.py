@@ -10,10 +10,8 @@ from bifolio.measure.statistics import Distribution, show_count, show_rate, show
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bifolio.measure.fleet import FleetReport
     from bifolio.measure.latency import LatencyReport
     from bifolio.measure.profiler import PhaseProfile, Profile
-    from bifolio.measure.targets import TargetRow
     from bifolio.measure.throughput import BenchRow
     from bifolio.measure.trace import TraceReport
 
@@ -49,18 +47,6 @@ def latency_table(title: str, report: LatencyReport) -> Table:
     return table
 
 
-def fleet_table(title: str, reports: Sequence[FleetReport]) -> Table:
-    table = new_table(title, "fleet", "hits", "good/s", "good", "TTFT p50", "p99", "TPOT p50", "p99")
-    for one in reports:
-        first, pace = one.first_token, one.per_token
-        times = (first.p50, first.p99, pace.p50, pace.p99)
-        table.add_row(
-            one.name, f"{one.hit_rate:.3f}", f"{one.goodput:.2f}", f"{one.good_share:.0%}",
-            *(show_seconds(seconds) for seconds in times),
-        )  # fmt: skip
-    return table
-
-
 def trace_table(title: str, reports: Sequence[TraceReport]) -> Table:
     table = new_table(title, "", *(report.name for report in reports))
 
@@ -83,14 +69,6 @@ def trace_table(title: str, reports: Sequence[TraceReport]) -> Table:
     line("prompt tokens computed", [f"{r.num_computed_prompt_tokens} of {r.num_prompt_tokens}" for r in reports])
     line("prompt tokens cached", [str(r.num_cached_tokens) for r in reports])
     line("steps", [str(len(r.moments)) for r in reports])
-    return table
-
-
-def targets_table(title: str, rows: Sequence[TargetRow]) -> Table:
-    table = new_table(title, "", "value", "target", "met")
-    words = {True: "yes", False: "no", None: ""}
-    for row in rows:
-        table.add_row(row.name, row.shown, row.shown_target, words[row.met])
     return table
 
 

@@ -26,11 +26,11 @@ def map_file(path: Path) -> Bytes:
                 raise ModelFileError(f"{path} is empty: fetch it again")
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except FileNotFoundError:
-        raise ModelFileError(f"{path} does not exist") from None
+        raise ModelFileError(f"{path} does not exist: check the path, or see `bifolio models`") from None
     except (OSError, ValueError) as error:
         if isinstance(error, ModelFileError):
             raise
-        raise ModelFileError(f"{path} cannot be read: {error}") from error
+        raise ModelFileError(f"{path} cannot be read ({error}): check its permissions and its disk") from error
 
 
 @contextlib.contextmanager
@@ -106,8 +106,9 @@ def make_folder(path: Path) -> None:
 
 
 def check_space(path: Path, size: int) -> None:
-    """Raise ConfigError if the disk of `path`, whose folder exists, has fewer than `size` bytes left."""
-    free = shutil.disk_usage(path.parent).free
+    """Raise ConfigError if the disk of `path` has fewer than `size` bytes left."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
     if free < size:
         raise ConfigError(
             f"{path} takes {size / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB left: free space, or choose "

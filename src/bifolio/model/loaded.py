@@ -17,6 +17,7 @@ from bifolio.model.sampling_defaults import sampling_defaults
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.mapped import mapping_of
 from bifolio.quant.tensor import QuantizedTensor
+from bifolio.text.infill import InfillTokens, infill_tokens
 from bifolio.text.tokenizer import Tokenizer
 
 SAMPLED_BYTES = 4096  # of each matrix, for its digest
@@ -45,6 +46,20 @@ class TextModel:
     def sampling_defaults(self) -> dict[str, Any]:
         """Values of `generation_config.json` for requests that set none: the model's own, else filtered ones."""
         return sampling_defaults(self.generation_config, self.config.num_parameters)
+
+    @cached_property
+    def infill(self) -> InfillTokens | None:
+        """The tokens that mark a text with a gap; None if the vocabulary has none."""
+        return None if self.tokenizer is None else infill_tokens(self.tokenizer, self.special_tokens)
+
+    def require_infill(self) -> InfillTokens:
+        self.require_tokenizer()
+        if self.infill is None:
+            raise RequestError(
+                f"{self.path.name} cannot fill in the middle, because its vocabulary has no tokens that mark the text "
+                "before and after a gap: leave the suffix out, or use a model such as Qwen2.5-Coder or StarCoder2"
+            )
+        return self.infill
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

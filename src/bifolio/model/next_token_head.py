@@ -60,9 +60,7 @@ def head_config(config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         num_layers=1,
-        layer_rope=(config.rope_index(last),) if config.layer_rope else (),
-        layer_window=(config.window(last),) if config.layer_window else (),
-        moe=None if config.moe is None else replace(config.moe, dense_layers=()),
+        layers=(replace(config.layers[last], recurrent=False, mlp=True, dense=False, kv_source=None),),
         recurrent=None,
     )
 

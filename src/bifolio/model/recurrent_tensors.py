@@ -49,7 +49,7 @@ def assemble_recurrence(
 ) -> RecurrentWeights | None:
     """The recurrence of a layer; None: it has none."""
     own = config.recurrent
-    if own is None or layer not in own.layers:
+    if own is None or not config.layers[layer].recurrent:
         return None
     heads, d = names.vector_shape(own), config.hidden_size
 
@@ -68,7 +68,7 @@ def assemble_recurrence(
         decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
     recurrence = Recurrence(
         kind=own.kind,
-        layer=own.layers.index(layer),
+        layer=config.recurrent_layers.index(layer),
         width=own.width,
         channels=own.channels,
         heads=own.heads,

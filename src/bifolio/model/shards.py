@@ -57,7 +57,7 @@ def check_size(config: ModelConfig, size: int) -> None:
     def fits(count: int) -> bool:
         return fits_groups(heads, kv_heads, count)
 
-    differ = config.layer_head_dim or config.layer_kv_heads or config.kv_sources
+    differ = any(layer.head_dim or layer.kv_heads or layer.kv_source is not None for layer in config.layers)
     if size > 1 and (differ or config.layer_inputs is not None or config.streams is not None):
         raise ConfigError("tensor_parallel_size must be 1: the layers of this model have heads or inputs that differ")
     if config.moe is not None and config.moe.beside_mlp and size > 1:

@@ -122,6 +122,13 @@ def joined_heads(config: ModelConfig, stored: str, names: tuple[str, ...]) -> St
     return StoredForm(joined=(Joined(stored, tuple(zip(names, rows, strict=True))),))
 
 
+def either_qkv(source: TensorSource, config: ModelConfig) -> TensorSource:
+    """GGUF files that were converted from the first folders of a family have queries, keys and values in one matrix."""
+    if not source.has("blk.0.attn_qkv.weight"):
+        return source
+    return joined_heads(config, "attn_qkv", ("attn_q", "attn_k", "attn_v")).source(source)
+
+
 def reading(form: Callable[[ModelConfig], StoredForm]) -> Callable[[TensorSource, ModelConfig], TensorSource]:
     """The hook of a family that reads files in this form."""
     return lambda source, config: form(config).source(source)

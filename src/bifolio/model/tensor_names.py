@@ -231,9 +231,10 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         size = dim * (heads if config.qk_norm_all_heads else 1)
         return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and wanted else None
 
-    attends = index in config.attention_layers
+    own_layer = config.layers[index]
+    attends = own_layer.attention
     recurrent = None if own is None else assemble_recurrence(config, own, index, prefix, fetch, vector)
-    mixes, has_mlp = attends or recurrent is not None, config.has_mlp(index)
+    mixes, has_mlp = attends or recurrent is not None, own_layer.mlp
     attention_norm = pre_norm(names.attention_norm, mixes)
     up, down = _mlp(config, names, index, linear)
     latent = _latent(config, names, prefix, fetch, vector) if attends else None
@@ -254,13 +255,13 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         up=up,
         down=down,
         post_mlp_norm=post_norm(names.post_mlp_norm, has_mlp),
-        rope=config.rope_index(index) if config.ropes else None,
+        rope=own_layer.rope if config.ropes else None,
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
         recurrent=recurrent,
         gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
-        kv_is_shared=index in config.kv_sources[index + 1 :],
-        cutoff=config.cutoff(index),
+        kv_is_shared=any(layer.kv_source == index for layer in config.layers),
+        cutoff=own_layer.cutoff,
         scale=float(vector(prefix + names.layer_scale, (1,))[0]) if config.layer_scales else 1.0,
         inputs=assemble_gated_inputs(config, names.layer_inputs, index, prefix, fetch, vector),
         streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
@@ -273,7 +274,7 @@ def _qkv(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[.
     query_size, kv_size = config.num_heads * dim, config.kv_heads(layer) * dim
     if config.kv_source(layer) != layer:
         return linear(names.qkv[:1], (query_size,), d, config.qkv_bias)
-    if layer not in config.keys_as_values:
+    if not config.layers[layer].keys_as_values:
         return linear(names.qkv, (query_size, kv_size, kv_size), d, config.qkv_bias)
     both = linear(names.qkv[:2], (query_size, kv_size), d, config.qkv_bias)
     return Linear((*both.parts, both.parts[1]), (*both.biases, both.biases[1]))
@@ -283,10 +284,10 @@ def _mlp(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[.
     """The projections of a layer's MLP, or of the shared MLP beside its experts."""
     d, ffn = config.hidden_size, config.mlp_size(layer)
     beside = config.moe is not None and config.moe.beside_mlp
-    if config.has_mlp(layer) and (beside or not config.has_experts(layer)):
+    if config.layers[layer].mlp and (beside or not config.has_experts(layer)):
         up = linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias)
         return up, linear((names.down,), (d,), ffn, config.mlp_bias)
-    width = 0 if config.moe is None or not config.has_mlp(layer) else config.moe.shared_size
+    width = 0 if config.moe is None or not config.layers[layer].mlp else config.moe.shared_size
     if not width:
         return NO_LINEAR, NO_LINEAR
     widths = (width, width) if config.gated_mlp else (width,)

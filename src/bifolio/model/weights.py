@@ -200,12 +200,12 @@ def attention_shape(
     sinks: Array | None = None,
 ) -> AttentionShape:
     return AttentionShape(
-        layer=config.cached_layers.index(config.kv_source(layer)) if layer in config.attention_layers else 0,
+        layer=config.cached_layers.index(config.kv_source(layer)) if config.layers[layer].attention else 0,
         num_heads=config.num_heads,
         num_kv_heads=config.kv_heads(layer),
         head_dim=config.head_size(layer),
         scale=config.scale,
-        window=config.window(layer),
+        window=config.layers[layer].window,
         rope_interleaved=config.rope_interleaved,
         query_norm=query_norm,
         key_norm=key_norm,

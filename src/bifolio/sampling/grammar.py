@@ -120,7 +120,9 @@ class _Compiler:
     def _make_tokenizer(self, model: TextModel) -> Any:
         tokenizer, ends = model.require_tokenizer(), list(model.config.eos_token_ids)
         if not ends:
-            raise GrammarError("this model has no end-of-text token, so a text with a grammar could not end")
+            raise GrammarError(
+                "this model has no end-of-text token, so a text with a grammar could not end: leave the grammar out"
+            )
         with _refusing("structured output is not available with this model, whose tokenizer llguidance cannot read"):
             return _llguidance().LLTokenizer(
                 tokenizer.backend.to_str(), n_vocab=max(model.config.vocab_size, tokenizer.vocab_size), eos_token=ends

@@ -19,7 +19,7 @@ def check_text(kind: str, name: str, text: str) -> None:
     """Refuse a grammar by its text alone; `name` is the kind in messages."""
     most = MAX_TEXT_CHARS[kind]
     if len(text) > most:
-        raise GrammarError(f"the {name} has {len(text)} characters: at most {most} are taken")
+        raise GrammarError(f"the {name} has {len(text)} characters: shorten it to at most {most}")
     if kind in ("json_schema", "choice", "tools"):
         try:
             value = json.loads(text)
@@ -36,9 +36,9 @@ def check_text(kind: str, name: str, text: str) -> None:
 def check_pattern(pattern: str) -> None:
     """Refuse a regular expression whose automaton would be large: nested deeply, or repeated often."""
     if _bracket_depth(pattern) > MAX_DEPTH:
-        raise GrammarError(f"the regular expression is nested more than {MAX_DEPTH} deep")
+        raise GrammarError(f"the regular expression is nested more than {MAX_DEPTH} deep: simplify it")
     if _repeats(pattern) > MAX_REPEATS:
-        raise GrammarError(f"the regular expression repeats a part more than {MAX_REPEATS} times")
+        raise GrammarError(f"the regular expression repeats a part more than {MAX_REPEATS} times: allow fewer")
 
 
 def _check_choices(value: Any) -> None:
@@ -64,10 +64,10 @@ def _check_schema(schema: Any) -> None:
             elif isinstance(value, list):
                 below.extend(value)
         if num_patterns > MAX_PATTERNS:
-            raise GrammarError(f"the JSON schema has more than {MAX_PATTERNS} patterns and formats")
+            raise GrammarError(f"the JSON schema has more than {MAX_PATTERNS} patterns and formats: leave some out")
         level = below
     if level:
-        raise GrammarError(f"the JSON schema is nested more than {MAX_DEPTH} deep")
+        raise GrammarError(f"the JSON schema is nested more than {MAX_DEPTH} deep: flatten it")
 
 
 def _bracket_depth(pattern: str) -> int:

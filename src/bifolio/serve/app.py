@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
@@ -22,19 +23,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bifolio.errors import BifolioError, EngineFaultError, RequestError
+from bifolio.garbage import forget_frames
 from bifolio.serve import chat as chat_calls
 from bifolio.serve import completions as completion_calls
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, send_error
 from bifolio.serve.context import ServerContext
+from bifolio.serve.docs_page import docs_page
+from bifolio.serve.encoding import JsonList
 from bifolio.serve.errors import ApiError, api_error, bad_request
 from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_json
 from bifolio.serve.live import live_events
 from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
-from bifolio.serve.openapi import docs_page, openapi_document
+from bifolio.serve.openapi import openapi_document
 from bifolio.serve.page import page_files
 from bifolio.serve.protocols import PROTOCOL_ROUTES
 from bifolio.serve.running import run_call, tenant_of, unless_gone
@@ -81,23 +85,12 @@ class Endpoint:
         metrics.open_responses.inc()
         try:
             await self._handler(scope, receive, observed)
-        except ApiError as error:
-            if not status and error.status != 499:
-                await send_error(observed, error, self._path)
-            status = error.status
-        except EngineFaultError as fault:
-            answer = api_error(fault)
-            if not status:
+        except Exception as error:
+            answer = _answer_to(error)
+            forget_frames(error)
+            if not status and answer.status != 499:
                 await send_error(observed, answer, self._path)
             status = answer.status
-        except RequestError as error:
-            await send_error(observed, bad_request(str(error)), self._path)
-        except Exception as error:
-            logger.exception("a handler failed")
-            if not status:
-                known = isinstance(error, BifolioError)
-                failure = ApiError(500, str(error) if known else "internal error", "internal_error")
-                await send_error(observed, failure, self._path)
         finally:
             metrics.open_responses.dec()
             metrics.responses.labels(self._path, str(status or 499)).inc()
@@ -161,17 +154,19 @@ class Handlers:
         request = decode(await read_body(scope, receive, context.limits), p.TokenizeRequest)
         context.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
-            raise bad_request("pass either prompt or messages")
+            raise bad_request("/tokenize needs a prompt or messages: pass one of them")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
-            tokens = await chat_tokens(context, chat_request, ToolPlan(), tenant_of(scope))
+            tokens = array("i", await chat_tokens(context, chat_request, ToolPlan(), tenant_of(scope)))
         else:
-            (tokens,) = await context.tokenizers.encode([request.prompt or ""], request.add_special_tokens)
-        texts: list[str] = []
+            tokens = await context.tokenizers.encode_packed(request.prompt or "", request.add_special_tokens)
+        ids, texts = JsonList(), JsonList()  # without an object for each of a million tokens
         for first in range(0, len(tokens), TEXTS_AT_ONCE):
-            texts += [context.texts.text(token) for token in tokens[first : first + TEXTS_AT_ONCE]]
+            piece = tokens[first : first + TEXTS_AT_ONCE].tolist()
+            ids.extend(piece)
+            texts.extend([context.texts.text(token) for token in piece])
             await asyncio.sleep(0)
-        await send_json(send, r.Tokens(tokens, texts, len(tokens), context.max_model_len))
+        await send_json(send, r.Tokens(ids.raw(), texts.raw(), len(tokens), context.max_model_len))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
@@ -180,7 +175,10 @@ class Handlers:
         vocab = context.model.config.vocab_size
         largest = max(request.tokens, default=0)
         if largest >= vocab:
-            raise bad_request(f"the token id {largest} is outside the vocabulary of {vocab} tokens", "tokens")
+            raise bad_request(
+                f"the token id {largest} is outside the vocabulary of {vocab} tokens: pass ids from 0 to {vocab - 1}",
+                "tokens",
+            )
         text = await context.tokenizers.decode(request.tokens, request.skip_special_tokens)
         await send_json(send, r.Detokenized(text))
 
@@ -209,7 +207,7 @@ class Handlers:
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._context.draining or not self._context.engine.health().is_ready:
-            raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
+            raise ApiError(503, "the engine is not ready: ask again in 2 s", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
     async def kv_transfer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -297,6 +295,18 @@ def _file_handler(body: bytes, content_type: bytes) -> Handler:
         await send_bytes(send, body, content_type, headers=PAGE_HEADERS)
 
     return handler
+
+
+def _answer_to(error: Exception) -> ApiError:
+    """The answer to a request whose handler failed."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineFaultError):
+        return api_error(error)
+    if isinstance(error, RequestError):
+        return bad_request(str(error))
+    logger.exception("a handler failed")
+    return ApiError(500, str(error) if isinstance(error, BifolioError) else "internal error", "internal_error")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

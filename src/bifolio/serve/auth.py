@@ -102,14 +102,18 @@ def read_keys(keys: Iterable[str], files: Iterable[Path]) -> list[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the key file {file} cannot be read: {error}") from error
+            raise ConfigError(
+                f"--api-key-file {file} cannot be read ({error}): pass a text file with one key a line"
+            ) from error
         read = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not read:
-            raise ConfigError(f"the key file {file} holds no key: write one a line")
+            raise ConfigError(f"--api-key-file {file} holds no key: write one a line")
         found += read
     for key in found:
         if len(key) < 8 or len(key) > MAX_KEY_BYTES or not key.isascii() or any(c.isspace() for c in key):
-            raise ConfigError("an API key has 8 to 1024 ASCII characters without spaces")
+            raise ConfigError(
+                f"an API key has 8 to {MAX_KEY_BYTES} ASCII characters without spaces, and one has not: write another"
+            )
     return found
 
 

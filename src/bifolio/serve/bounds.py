@@ -20,7 +20,9 @@ def check_bytes(request: msgspec.Struct) -> None:
             try:
                 size = len(msgspec.json.encode(value))
             except (RecursionError, UnicodeEncodeError, msgspec.MsgspecError):
-                raise bad_request(f"{name} is nested too deeply or holds text that is not valid", name) from None
+                raise bad_request(
+                    f"{name} is nested too deeply or holds text that is not valid: send flatter JSON in UTF-8", name
+                ) from None
             if size > most:
                 raise bad_request(f"{name} has {size} bytes of JSON: at most {most} are accepted", name)
         elif most is None:
@@ -55,3 +57,13 @@ def parts(described: Any) -> Iterator[Any]:
             yield from parts(item)
     else:
         yield described
+
+
+def structs_in(described: Any) -> Iterator[inspect.StructType]:
+    """The structs among the alternatives of a type, and in its lists."""
+    for part in parts(described):
+        inner = part.type if isinstance(part, inspect.Metadata) else part
+        if isinstance(inner, inspect.StructType):
+            yield inner
+        elif isinstance(inner, inspect.ListType):
+            yield from structs_in(inner.item_type)

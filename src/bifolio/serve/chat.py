@@ -32,6 +32,7 @@ from bifolio.serve.responses import (
     Usage,
 )
 from bifolio.serve.steps import watched_steps
+from bifolio.serve.token_text import TokenTexts
 from bifolio.serve.tools import new_call_id
 from bifolio.serve.turn import Turn
 from bifolio.serve.turn import prepare as prepare_turn
@@ -152,20 +153,24 @@ class ChatCall:
         return [*chunks, *fresh]
 
     def _logprobs(self, scored: Scores) -> list[ChatTokenLogprob]:
-        wanted = self.request.top_logprobs or 0
-        return [
-            ChatTokenLogprob(
-                self.context.texts.text(item.token_id),
-                max(item.logprob, LOWEST),
-                list(self.context.texts.raw(item.token_id)),
-                [self._rival(rival, value) for rival, value in item.top[:wanted]],
-            )
-            for item in scored
-        ]
+        return token_logprobs(self.context.texts, scored, self.request.top_logprobs or 0)
 
-    def _rival(self, token_id: int, logprob: float) -> TopLogprob:
-        texts = self.context.texts
+
+def token_logprobs(texts: TokenTexts, scored: Scores, num_top: int) -> list[ChatTokenLogprob]:
+    """Each token with its logprob and those of the most likely tokens."""
+
+    def rival(token_id: int, logprob: float) -> TopLogprob:
         return TopLogprob(texts.text(token_id), max(logprob, LOWEST), list(texts.raw(token_id)))
+
+    return [
+        ChatTokenLogprob(
+            texts.text(item.token_id),
+            max(item.logprob, LOWEST),
+            list(texts.raw(item.token_id)),
+            [rival(*top) for top in item.top[:num_top]],
+        )
+        for item in scored
+    ]
 
 
 def _deltas(state: _Choice, parts: Sequence[Part]) -> list[ChatDelta]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from bifolio.errors import RequestError
 from bifolio.logprob_records import TokenLogprob
 from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
@@ -17,7 +18,7 @@ from bifolio.serve.events import Event, TextEvents
 from bifolio.serve.generation import Answer, Job, News, Piece, Run, Scores, Whole
 from bifolio.serve.protocol import CompletionRequest
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from bifolio.serve.sampling import engine_params, resolve_strings
+from bifolio.serve.sampling import ending_at, engine_params, resolve_strings
 from bifolio.serve.steps import watched_steps
 from bifolio.serve.token_text import TokenTexts
 
@@ -178,13 +179,15 @@ def _top(item: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
 async def prepare(context: ServerContext, request: CompletionRequest, tenant: Tenant) -> CompletionCall:
     """Check a request and turn it into a job."""
     context.check_model(request.model)
-    if request.suffix:
-        raise bad_request("suffix is not supported: leave it out", "suffix")
     if request.stream and request.best_of is not None and request.best_of > request.n:
-        raise bad_request("best_of chooses among finished texts, so it cannot be streamed", "best_of")
+        raise bad_request(
+            "best_of chooses among finished texts, so it cannot be streamed: leave out best_of or stream", "best_of"
+        )
+    if request.suffix and request.echo:
+        raise bad_request("echo repeats a prompt that the output follows, which has no suffix: leave one out", "echo")
     if request.beam_search is not None and request.best_of is not None:
         raise bad_request("best_of has no meaning in a beam search: leave it out", "best_of")
-    prompts = await read_prompts(context, request.prompt, request.add_special_tokens)
+    prompts = await read_prompts(context, request.prompt, request.add_special_tokens, request.suffix or None)
     scores_prompt = request.echo and request.logprobs is not None
     params = engine_params(
         request,
@@ -194,21 +197,29 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         best_of=request.best_of,
         prompt_logprobs=request.logprobs if scores_prompt else None,
     )
+    if request.suffix:
+        params = ending_at(params, context.model.require_infill().ends)
     params = await resolve_strings(context, params)
     if params.grammar is not None:
         await context.grammars.require(*params.grammar, tenant.share)
     drawn = request.beam_search.width if request.beam_search else request.best_of or request.n
     if len(prompts) * drawn > context.limits.max_sequences:
-        raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
+        raise bad_request(
+            f"{len(prompts)} prompts × {drawn} completions are too many for one request: send several requests",
+            "prompt",
+        )
     context.check_scored([tokens for _, tokens in prompts], drawn, params)
     job = Job.of(request, tenant, [tokens for _, tokens in prompts], params, drawn)
     return CompletionCall(context, request, prompts, job)
 
 
 async def read_prompts(
-    context: ServerContext, prompt: str | list[str | int | list[int]], add_special_tokens: bool
+    context: ServerContext,
+    prompt: str | list[str | int | list[int]],
+    add_special_tokens: bool,
+    suffix: str | None = None,
 ) -> Prompts:
-    """A text, token ids, or a list of either → (text, token ids) of each."""
+    """A text, token ids, or a list of either → (text, token ids) of each; with a suffix, of a prompt with a gap."""
     parts: list[str | list[int]]
     most = context.limits.max_prompts
     if prompt == []:
@@ -216,7 +227,7 @@ async def read_prompts(
     if isinstance(prompt, list) and isinstance(prompt[0], int):
         _check_length(context, prompt)
     elif isinstance(prompt, list) and len(prompt) > most:
-        raise bad_request(f"{len(prompt)} prompts are too many: at most {most}", "prompt")
+        raise bad_request(f"{len(prompt)} prompts are too many: send at most {most} in a request", "prompt")
     if isinstance(prompt, str):
         parts = [prompt]
     elif all(isinstance(item, int) for item in prompt):
@@ -231,9 +242,30 @@ async def read_prompts(
             _check_length(context, part)
         if not isinstance(part, str) and part and not 0 <= min(part) <= max(part) < vocab:
             raise bad_request(f"token ids lie between 0 and {vocab - 1}", "prompt", "invalid_token_id")
+    if suffix is not None:
+        return await _with_gaps(context, parts, suffix, add_special_tokens)
     texts = [part for part in parts if isinstance(part, str)]
     encoded = iter(await encode(context, texts, add_special_tokens))
     return [(part, next(encoded)) if isinstance(part, str) else (None, part) for part in parts]
+
+
+async def _with_gaps(
+    context: ServerContext, parts: list[str | list[int]], suffix: str, add_special_tokens: bool
+) -> Prompts:
+    """The prompts as texts with a gap before the suffix."""
+    try:
+        infill = context.model.require_infill()
+    except RequestError as error:
+        raise bad_request(str(error), "suffix") from error
+    pool, longest = context.tokenizers, context.max_model_len
+
+    def work() -> list[list[int]]:
+        for text in (suffix, *(part for part in parts if isinstance(part, str))):
+            pool.check_fits(text, longest)
+        return [infill.prompt(pool.tokenizer, part, suffix, add_special_tokens=add_special_tokens) for part in parts]
+
+    found = await pool.run(work, sum(len(part) + len(suffix) for part in parts))
+    return [(part if isinstance(part, str) else None, ids) for part, ids in zip(parts, found, strict=True)]
 
 
 def _check_length(context: ServerContext, token_ids: Sized) -> None:

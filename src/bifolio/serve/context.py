@@ -98,7 +98,12 @@ class ServerContext:
     def admission(self, tenant: Tenant, count: int) -> Iterator[None]:
         """Admit `count` engine requests, or refuse with the seconds to wait. An early refusal keeps the queue short."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
+            raise ApiError(
+                503,
+                "the server is shutting down: send the request again in 5 s, or to another server",
+                "shutting_down",
+                retry_after=5,
+            )
         if self.engine.hello is None:
             raise ApiError(503, "the engine is starting: ask again in a moment", "engine_unavailable", retry_after=2)
         error = self.refusal(tenant.share, count)
@@ -170,7 +175,7 @@ class ServerContext:
         if wanted is not None and wanted not in ("", self.name):
             raise ApiError(
                 404,
-                f"the model {wanted!r} does not exist; this server has {self.name!r}",
+                f"the model {wanted!r} does not exist; this server has {self.name!r}: pass this name, or none",
                 "model_not_found",
                 param="model",
             )

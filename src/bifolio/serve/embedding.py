@@ -32,11 +32,15 @@ class EmbeddingQueue:
         if not token_ids:
             raise EmptyPromptError("the input is empty: pass at least one token")
         if len(token_ids) > config.max_model_len:
-            raise PromptTooLongError(f"the input has {len(token_ids)} tokens and {config.max_model_len} fit")
+            raise PromptTooLongError(
+                f"the input has {len(token_ids)} tokens and {config.max_model_len} fit: shorten it"
+            )
         vocab = self._engine.model.config.vocab_size
         for token in token_ids:
             if not 0 <= token < vocab:
-                raise TokenIdError(f"the token id {token} is outside the vocabulary of {vocab} tokens")
+                raise TokenIdError(
+                    f"the token id {token} is outside the vocabulary of {vocab} tokens: pass ids from 0 to {vocab - 1}"
+                )
         self._waiting.append((request_id, token_ids, done))
 
     def abort(self, request_id: str) -> None:

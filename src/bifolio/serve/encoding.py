@@ -17,3 +17,21 @@ def encode_json(value: Any) -> bytes:
         return _encoder.encode(value)
     except UnicodeEncodeError:
         return write_json(msgspec.to_builtins(value)).encode()
+
+
+class JsonList:
+    """A long list as JSON, written piece by piece: the items of one piece are in memory at a time."""
+
+    def __init__(self) -> None:
+        self._text = bytearray(b"[")
+
+    def extend(self, items: list[Any]) -> None:
+        if items:
+            self._text += encode_json(items)[1:-1] + b","
+
+    def raw(self) -> Any:
+        """The list, to be written in the place of a list; no item can be added after that."""
+        if len(self._text) > 1:
+            self._text.pop()  # the last comma
+        self._text += b"]"
+        return msgspec.Raw(self._text)

@@ -3,7 +3,7 @@
 OpenAI      {"error": {"message", "type", "param", "code"}}
 Anthropic   {"type": "error", "error": {"type", "message"}}      /v1/messages
 ollama      {"error": "message"}                                 /api
-llama.cpp   {"error": {"code", "message", "type"}}               /completion, /props, /slots
+llama.cpp   {"error": {"code", "message", "type"}}               /completion, /infill, /props, /slots
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-LLAMA_CPP_PATHS = ("/completion", "/props", "/slots")
+LLAMA_CPP_PATHS = ("/completion", "/infill", "/props", "/slots")
 
 
 class ErrorDetail(msgspec.Struct):

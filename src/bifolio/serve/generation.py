@@ -195,7 +195,11 @@ class Run:
 
     def _too_late(self) -> None:
         own = self.time_limit < self.context.limits.request_timeout
-        error = ApiError(408 if own else 504, "the request took longer than its time limit", "timeout")
+        error = ApiError(
+            408 if own else 504,
+            f"the request took longer than {self.time_limit:g} s, its time limit: shorten it",
+            "timeout",
+        )
         if self._stream is not None:
             self._stream.fail(error)
 
@@ -302,7 +306,7 @@ class Run:
 class Answer:
     """One choice, put together from its pieces."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)  # of the pieces; a sum would be copied with each of them
     token_ids: list[int] = field(default_factory=list)
     logprobs: Scores = field(default_factory=list)
     finish_reason: str | None = None
@@ -310,8 +314,12 @@ class Answer:
     score: float | None = None
     cumulative_logprob: float | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
     def add(self, piece: Piece) -> None:
-        self.text += piece.text
+        self.texts.append(piece.text)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason
@@ -347,6 +355,6 @@ async def collect(run: Run) -> Whole:
                 whole.answers[news.number * job.num_choices + piece.index].add(piece)
     if job.params.drop_output:
         for answer in whole.answers:
-            answer.text, answer.token_ids, answer.logprobs = "", [], []
+            answer.texts, answer.token_ids, answer.logprobs = [], [], []
             answer.finish_reason, answer.stop_reason = "length", None
     return whole

@@ -7,13 +7,16 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import msgspec
+import msgspec.inspect
 
+from bifolio.errors import did_you_mean
 from bifolio.garbage import no_garbage_collection
 from bifolio.serve.auth import Receive, Scope, Send
-from bifolio.serve.bounds import check_bytes
+from bifolio.serve.bounds import check_bytes, structs_in
 from bifolio.serve.context import Limits
 from bifolio.serve.encoding import encode_json
 from bifolio.serve.errors import ApiError, bad_request
@@ -65,7 +68,9 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise ApiError(408, "the request did not arrive in time", "timeout") from None
+        raise ApiError(
+            408, f"the request did not arrive in {limits.body_timeout:g} s: send it faster, or a shorter one", "timeout"
+        ) from None
 
 
 def too_large(limits: Limits) -> ApiError:
@@ -83,6 +88,7 @@ def decode(body: bytes, kind: type[T]) -> T:
         path, unknown = _PATH.search(text), _UNKNOWN_FIELD.search(text)
         name = path[1].lstrip(".") if path is not None else ""
         if unknown is not None:
+            text += did_you_mean(unknown[1], _field_names(cast(Any, kind)))
             name = f"{name}.{unknown[1]}" if name else unknown[1]
         if media := _MEDIA.search(text):
             text = f"{name}: this model reads text only: remove the {media[1] or media[2]}"
@@ -90,10 +96,26 @@ def decode(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     except RecursionError:
-        raise bad_request("the body is nested too deeply") from None
+        raise bad_request("the body is nested too deeply: send flatter JSON") from None
     if isinstance(request, msgspec.Struct):
         check_bytes(request)
     return request
+
+
+@lru_cache(maxsize=64)
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """The names of all fields below a request type."""
+    found: dict[str, None] = {}
+    waiting, seen = [kind], set()
+    while waiting:
+        struct = waiting.pop()
+        if struct in seen or not isinstance(described := msgspec.inspect.type_info(struct), msgspec.inspect.StructType):
+            continue
+        seen.add(struct)
+        for field in described.fields:
+            found[field.encode_name] = None
+            waiting += [part.cls for part in structs_in(field.type)]
+    return tuple(found)
 
 
 async def send_json(send: Send, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:

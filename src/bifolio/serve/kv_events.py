@@ -14,30 +14,24 @@ private network.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import selectors
 import threading
 import time
-from collections import deque
-from typing import Any
 
 import msgspec
 
 from bifolio.api.messages import KvEventSettings
 from bifolio.cache.digests import root_digest
 from bifolio.cache.events import CacheEvent, CacheEvents, Removed, Stored
-from bifolio.errors import ConfigError, MissingDependencyError
+from bifolio.errors import ConfigError
+from bifolio.serve.kv_event_ports import BatchLog, EventPort, Port, ReplayPort
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02  # between two batches
-MAX_KEPT_BATCHES = 10_000  # for replay
-MAX_KEPT_BYTES = 64 << 20
-MAX_UNSENT = 100_000  # batches that a subscriber has not read; further ones are dropped, and it asks for a replay
+PAUSE_SECONDS = 0.001  # between two looks at the clients, so that those who send all the time take little of a core
+LINGER_SECONDS = 0.1  # in which clients get the last batches
 MAX_BATCH_BYTES = 16 << 20  # of one batch with several events; larger ones are split
-MAX_READ_BYTES = 1024  # of a frame of a subscription or of a request for a replay, which any client may send
-MAX_READ_WAITING = 64  # requests for a replay of one client that wait
-HANDSHAKE_MILLISECONDS = 5000
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 NO_SALT = root_digest(b"")
 
 
@@ -110,29 +104,18 @@ class KvEventPublisher:
     """Publishes the events of one cache on a thread of its own."""
 
     def __init__(self, events: CacheEvents, block_size: int, settings: KvEventSettings) -> None:
-        try:
-            import zmq
-        except ImportError as error:
-            raise MissingDependencyError("KV events need pyzmq: pip install 'bifolio[cluster]'") from error
         self._events = events
         self._block_size = block_size
-        self._topic = settings.topic.encode()
-        self._number = 0
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
-        self._context: Any = zmq.Context()
-        self._pub: Any = self._context.socket(zmq.PUB)
-        self._pub.set_hwm(MAX_UNSENT)
-        self._router: Any = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.RCVHWM, MAX_READ_WAITING)
-        for receiver in (self._pub, self._router):
-            limit_reads(receiver, MAX_READ_BYTES)
+        self._log = BatchLog()
+        self._selector = selectors.DefaultSelector()
+        self._ports: list[Port] = []
         try:
-            self.endpoint = _bind(self._pub, settings.endpoint)
-            self.replay_endpoint = _bind(self._router, settings.replay_endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"KV events cannot be published at {settings.endpoint}: {error}") from error
+            self._ports.append(EventPort(settings.endpoint, settings.topic.encode(), self._log, self._selector))
+            self._ports.append(ReplayPort(settings.replay_endpoint, self._log, self._selector))
+        except ConfigError:
+            self._close_ports()
+            raise
+        self.endpoint, self.replay_endpoint = (port.endpoint for port in self._ports)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bifolio-kv-events", daemon=True)
         self._publish([AllBlocksCleared()])  # a new engine has an empty cache
@@ -144,19 +127,29 @@ class KvEventPublisher:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._stopping.is_set()
-            try:
-                events = as_events(self._events.take(), self._block_size)
-                if events:
-                    self._publish(events)
-                if self._router.poll(0 if is_last else int(POLL_SECONDS * 1000)):
-                    self._replay()
-            except Exception:
-                logger.exception("KV events could not be published")
-                time.sleep(POLL_SECONDS)
-        self._context.destroy(linger=100)
+        while not self._stopping.is_set():
+            self._advance()
+        end = time.monotonic() + LINGER_SECONDS
+        self._advance()
+        while time.monotonic() < end and any(port.has_unsent for port in self._ports):
+            self._advance()
+        self._close_ports()
+
+    def _advance(self) -> None:
+        """Publish the events so far, and serve the clients until the next batch is due."""
+        try:
+            events = as_events(self._events.take(), self._block_size)
+            if events:
+                self._publish(events)
+            for port in self._ports:
+                port.advance()
+            time.sleep(PAUSE_SECONDS)
+            for key, ready in self._selector.select(POLL_SECONDS):
+                if key.fileobj in self._selector.get_map():  # an event before it may have closed it
+                    key.data(key.fileobj, ready)
+        except Exception:
+            logger.exception("KV events could not be published")
+            time.sleep(POLL_SECONDS)
 
     def _publish(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         body = _encoder.encode(EventBatch(time.time(), events, 0))
@@ -165,40 +158,9 @@ class KvEventPublisher:
             self._publish(events[:middle])
             self._publish(events[middle:])
             return
-        self._kept.append((self._number, body))
-        self._kept_bytes += len(body)
-        while len(self._kept) > MAX_KEPT_BATCHES or self._kept_bytes > MAX_KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[1])
-        self._pub.send_multipart((self._topic, self._number.to_bytes(8, "big"), body))
-        self._number += 1
+        self._log.append(body)
 
-    def _replay(self) -> None:
-        """Answer one request: [client, empty, number] or, from a DEALER, [client, number]."""
-        import zmq
-
-        client, *_, start = self._router.recv_multipart()
-        if len(start) != 8:
-            return
-        first = int.from_bytes(start, "big")
-        with contextlib.suppress(zmq.ZMQError):  # the client is gone
-            for number, body in self._kept:
-                if number >= first:
-                    self._router.send_multipart((client, b"", number.to_bytes(8, "big"), body))
-            self._router.send_multipart((client, b"", END_OF_REPLAY, b""))
-
-
-def limit_reads(socket: Any, max_bytes: int) -> None:
-    """Close connections to a ZMQ socket that send a longer frame, or take long for their handshake."""
-    import zmq
-
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
-
-
-def _bind(socket: Any, endpoint: str) -> str:
-    """Bind a socket; the address, with the port that the system has chosen for `*`."""
-    import zmq
-
-    socket.bind(endpoint)
-    found: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return found
+    def _close_ports(self) -> None:
+        for port in self._ports:
+            port.close()
+        self._selector.close()

@@ -37,7 +37,9 @@ async def live_events(context: ServerContext, scope: Scope, receive: Receive, se
     interval = _interval(scope)
     tenant: Tenant = scope["state"]["tenant"]
     if _watchers.total() >= MAX_WATCHERS or _watchers[tenant.name] >= MAX_WATCHERS_PER_KEY:
-        raise ApiError(429, "too many clients watch already", "too_many_watchers", retry_after=10)
+        raise ApiError(
+            429, "too many clients watch already: close another page first", "too_many_watchers", retry_after=10
+        )
     _watchers[tenant.name] += 1
     gone = asyncio.create_task(_until_gone(receive))
     try:

@@ -10,8 +10,9 @@ from bifolio import __version__
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.errors import ErrorResponse
+from bifolio.serve.ignored import describe
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
-from bifolio.serve.protocols.llama_cpp import LlamaCppRequest
+from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.ollama_types import (
     EmbedRequest,
     GenerateRequest,
@@ -51,6 +52,7 @@ PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/api/pull", "post", "Fetch a model (ollama)", PullRequest),
     ("/api/version", "get", "The version of the server (ollama)", None),
     ("/completion", "post", "Complete a prompt (llama.cpp)", LlamaCppRequest),
+    ("/infill", "post", "Fill a gap in a text (llama.cpp)", InfillRequest),
     ("/props", "get", "Properties of the server (llama.cpp)", None),
     ("/slots", "get", "Slots (llama.cpp)", None),
 )
@@ -72,6 +74,7 @@ def openapi_document() -> dict[str, Any]:
     types = [ErrorResponse, r.ChatChunk, *(kind for row in OPERATIONS for kind in row[3:] if kind is not None)]
     types += [request for *_, request in PROTOCOL_OPERATIONS if request is not None]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    describe(components)
     paths: dict[str, Any] = {}
     for path, method, summary, request, response in OPERATIONS:
         paths[path] = {method: _operation(path, summary, request, response)}
@@ -101,23 +104,6 @@ def openapi_document() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
-
-
-def docs_page() -> str:
-    """The operations and the fields of their requests as a page without scripts, for `/docs`."""
-    parts = []
-    for path, method, summary, request, response in OPERATIONS:
-        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}. Returns {response.__name__}.</p>")
-        if request is not None:
-            names = "".join(f"<li><code>{field.encode_name}</code></li>" for field in msgspec.structs.fields(request))
-            parts.append(f"<details><summary>{request.__name__}</summary><ul>{names}</ul></details>")
-    for path, method, summary, _ in PROTOCOL_OPERATIONS:
-        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}.</p>")
-    body = "".join(parts)
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>bifolio: API</title><h1>bifolio: API</h1>"
-        f'<p>Types and limits: <a href="/openapi.json">openapi.json</a>.</p>{body}</html>'
-    )
 
 
 def _operation(path: str, summary: str, request: Any, response: Any) -> dict[str, Any]:

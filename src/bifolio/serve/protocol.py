@@ -1,7 +1,7 @@
 """Requests and responses of the HTTP API: OpenAI's fields, and our own beside them.
 
-A field that is not here is refused by name, so that a typing error does not silently change a result. Fields of OpenAI
-that have no meaning here (`user`, `store`, ...) are accepted and ignored. None means: the model's default.
+A field that is not here is refused by name, so that a typing error does not silently change a result. Fields that
+are accepted and change nothing are listed in `IGNORED`, each with the reason. None means: the model's default.
 
 Every field is bounded here, in number and in size: texts and lists by `max_length`, free JSON by `max_bytes`
 (`serve.bounds`). A test fails when a field has no bound.
@@ -41,9 +41,12 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of everything that a client sends."""
 
 
+Ignored = dict[type[Strict], dict[str, str]]  # struct → name of a field, or path below the struct → reason
+
+
 class StreamOptions(Strict, kw_only=True):
     include_usage: bool = False  # a last chunk with the usage of the whole request
-    include_obfuscation: bool = False  # ignored
+    include_obfuscation: bool = False
     include_steps: bool = False  # beyond OpenAI: verified drafts and steps of a beam search, as they happen
     interval_ms: Annotated[int, Meta(ge=0, le=10_000)] = 0  # beyond OpenAI: events of this time are written together
 
@@ -127,7 +130,7 @@ class Generation(Strict, kw_only=True):
     cache_salt: Name | None = None  # share cached prefixes only with the same salt
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None  # seconds
     kv_transfer_params: FreeJson | None = None  # prefill and decode on separate engines, in vLLM's terms
-    # ignored
+    # see IGNORED
     user: Name | None = None
     metadata: FreeJson | None = None
     store: bool | None = None
@@ -142,7 +145,7 @@ class CompletionRequest(Generation, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    suffix: Name | None = None  # only the empty one
+    suffix: Text | None = None  # the text after the gap, for models that fill in the middle
     add_special_tokens: bool = True
 
 
@@ -170,7 +173,7 @@ class Message(Strict, kw_only=True):
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None  # beyond OpenAI: the reasoning of an earlier answer
     reasoning: Text | None = None  # its other name
-    refusal: Text | None = None  # ignored
+    refusal: Text | None = None
 
 
 class FunctionDefinition(Strict, kw_only=True):
@@ -230,3 +233,27 @@ class DetokenizeRequest(Strict, kw_only=True):
     tokens: Annotated[list[Count], Meta(max_length=1 << 17)]
     model: Name | None = None
     skip_special_tokens: bool = False
+
+
+NO_ACCOUNTS = "the server keeps no accounts of users"
+NO_STORE = "completions are not stored: use /v1/responses"
+ONE_TIER = "there is one tier"
+ALL_CACHED = "all prefixes are cached: cache_salt keeps them apart"
+IGNORED: Ignored = {
+    StreamOptions: {"include_obfuscation": "events are not padded"},
+    JsonSchemaFormat: {
+        "name": "the model does not see the name of a schema",
+        "description": "the model does not see the description of a schema",
+        "strict": "the output always follows the schema",
+    },
+    Generation: {
+        "user": NO_ACCOUNTS,
+        "safety_identifier": NO_ACCOUNTS,
+        "metadata": NO_STORE,
+        "store": NO_STORE,
+        "service_tier": ONE_TIER,
+        "prompt_cache_key": ALL_CACHED,
+    },
+    Message: {"refusal": "chat templates have no place for it"},
+    EmbeddingRequest: {"user": NO_ACCOUNTS},
+}

@@ -81,7 +81,7 @@ async def unless_gone(work: asyncio.Future[Any], receive: Receive, timeout: floa
             return work.result()
         if watcher.done():
             raise ApiError(499, "the client has gone", "client_closed")
-        raise ApiError(504, "the request took longer than its time limit", "timeout")
+        raise ApiError(504, f"the request took longer than {timeout:g} s, its time limit: shorten it", "timeout")
     finally:
         watcher.cancel()
         work.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,10 @@ def engine_params(
     if explicit.get("top_p") == 0.0:
         explicit["top_p"] = 1e-9  # the most likely token alone
     if explicit.get("allowed_token_ids") == []:
-        raise bad_request("allowed_token_ids is empty, so nothing could be drawn", "allowed_token_ids")
+        raise bad_request(
+            "allowed_token_ids is empty, so no token could be sampled: list token ids, or leave it out",
+            "allowed_token_ids",
+        )
     if "allowed_token_ids" in explicit:
         explicit["allowed_token_ids"] = sorted(set(explicit["allowed_token_ids"]))
     grammar = wanted_grammar(request.response_format, request.structured_outputs)
@@ -67,6 +71,14 @@ def engine_params(
         values = {**merge_defaults(defaults, **explicit), "n": request.n, "max_tokens": limit}
     _check(values, request.beam_search is not None)
     return EngineParams(values, grammar, request.beam_search is not None, drop_output)
+
+
+def ending_at(params: EngineParams, token_ids: Sequence[int]) -> EngineParams:
+    """The same with further tokens that end the output, unless it ignores the end of the text."""
+    if params.values.get("ignore_eos"):
+        return params
+    ends = list(dict.fromkeys([*params.values.get("stop_token_ids", ()), *token_ids]))
+    return dataclasses.replace(params, values={**params.values, "stop_token_ids": ends})
 
 
 def request_defaults(defaults: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
 from bifolio.serve.listening import check_certificate, reserve
 from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.tls_doors import TlsDoors, tls_context
 from bifolio.serve.vllm_metrics import with_vllm_names
 from bifolio.transfer_settings import TransferSettings
 
@@ -85,18 +85,32 @@ class BranchSettings:
 class Server(uvicorn.Server):
     """Uvicorn, with a drain: on SIGTERM requests under way are finished, within a time limit."""
 
-    def __init__(self, config: uvicorn.Config, context: ServerContext, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: ServerContext, drain_seconds: float, doors: TlsDoors | None = None
+    ) -> None:
         super().__init__(config)
         self._context = context
+        self._doors = doors  # None: without TLS
         self._drain_seconds = drain_seconds
         self.address: str | None = None  # for the log, once the port is bound
         self._trimming: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: Any = None) -> None:
         self._trimming = asyncio.create_task(trim_now_and_then())
-        await super().startup(sockets)
+        if self._doors is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self._doors.listen(sockets, self._new_protocol)
+            self.servers.append(self._doors)  # type: ignore[arg-type]
         if self.started and self.address is not None:
             logger.info("serving", extra={"address": self.address, "model": self._context.name})
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not uvicorn's own: it would raise the signal again after the drain, before the engine is closed."""
@@ -196,18 +210,17 @@ def make_server(
     hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
     keys = KeyRing(settings.keys, secret)
     app = make_app(context, keys, settings.cors_origins, hosts)
-    check_certificate(settings.tls_certificate, settings.tls_key)
+    certificate, key = settings.tls_certificate, settings.tls_key
+    check_certificate(certificate, key)
+    connections = Connections(
+        -(-settings.max_connections // num_front_ends), -(-settings.max_connections_per_address // num_front_ends)
+    )
+    doors = None if certificate is None or key is None else TlsDoors(tls_context(certificate, key), connections)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=make_protocol(
-            Connections(
-                -(-settings.max_connections // num_front_ends),
-                -(-settings.max_connections_per_address // num_front_ends),
-            ),
-            keys,
-        ),
+        http=make_protocol(connections, keys),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -218,14 +231,10 @@ def make_server(
         backlog=2048,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 5,
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=str(settings.tls_key) if settings.tls_key else None,
     )
     config.load()
     allow_files(settings.max_connections)
-    if config.ssl is not None:
-        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    return Server(config, context, settings.drain_seconds)
+    return Server(config, context, settings.drain_seconds, doors)
 
 
 async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ bounded; a request beyond the bound is refused with a 429. A text that cannot fi
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -45,17 +46,31 @@ class TokenizerPool:
 
         def work() -> list[list[int]]:
             for text in texts if max_tokens is not None else ():
-                self._check_fits(text, max_tokens or 0)
+                self.check_fits(text, max_tokens or 0)
             return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
         return await self._run(work, size)
+
+    async def encode_packed(self, text: str, add_special_tokens: bool) -> array[int]:
+        """Token ids of a text of any length, packed."""
+        tokenizer = self.tokenizer
+        return await self._run(lambda: tokenizer.encode_packed(text, add_special_tokens=add_special_tokens), len(text))
+
+    async def encode_beginnings(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """The first token ids of each text."""
+        tokenizer = self.tokenizer
+
+        def work() -> list[list[int]]:
+            return [ids[:max_tokens] for ids in tokenizer.encode_batch(texts)]
+
+        return await self._run(work, sum(map(len, texts)))
 
     async def encode_parts(self, parts: Sequence[tuple[str, bool]], max_tokens: int) -> list[int]:
         """Token ids of a rendered conversation: (text, whether a client wrote it) one after the other."""
 
         def work() -> list[int]:
             for text, _ in parts:
-                self._check_fits(text, max_tokens)
+                self.check_fits(text, max_tokens)
             return self.tokenizer.encode_parts(parts)
 
         return await self._run(work, sum(len(text) for text, _ in parts))
@@ -86,7 +101,8 @@ class TokenizerPool:
     def _release(self, size: int) -> None:
         self._pending -= size
 
-    def _check_fits(self, text: str, max_tokens: int) -> None:
+    def check_fits(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that certainly has more tokens."""
         beginning = CHARS_PER_TOKEN * max_tokens
         if len(text) <= 2 * beginning:
             return

@@ -13,7 +13,7 @@ from bifolio.serve.errors import bad_request
 from bifolio.serve.protocol import ChatRequest, NamedTool, Tool
 from bifolio.text.chat_template import check_takes_tools
 from bifolio.text.tools import tool_format
-from bifolio.text.tools.events import AnswerReader, ToolSpec
+from bifolio.text.tools.events import AnswerReader, OneCall, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat
 
 
@@ -25,6 +25,7 @@ class ToolPlan:
     tools: Mapping[str, ToolSpec] = field(default_factory=dict)
     format: ToolFormat | None = None  # of the calls in the answer; None: calls are not looked for
     grammar: str | None = None  # of the kind "tools", where calls are enforced
+    many: bool = True  # an answer may have several calls
 
     @property
     def has_channels(self) -> bool:
@@ -32,7 +33,10 @@ class ToolPlan:
 
     def reader(self) -> AnswerReader | None:
         """A new reader of one answer."""
-        return None if self.format is None else self.format.reader(self.tools, self.grammar is not None)
+        if self.format is None:
+            return None
+        reader = self.format.reader(self.tools, self.grammar is not None)
+        return reader if self.many else OneCall(reader)
 
 
 def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
@@ -40,7 +44,7 @@ def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
     choice = request.tool_choice or ("auto" if request.tools else "none")
     if not request.tools:
         if choice not in ("none", "auto"):
-            raise bad_request("tool_choice needs tools", "tool_choice")
+            raise bad_request("tool_choice needs tools: pass them, or leave it out", "tool_choice")
         return _without_tools(model)
     if choice == "none":
         return _without_tools(model)
@@ -52,24 +56,25 @@ def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
     specs = [_spec(tool) for tool in request.tools]
     tools = {spec.name: spec for spec in specs}
     if len(tools) < len(specs):
-        raise bad_request("two tools have the same name", "tools")
+        raise bad_request(f"two tools have the same name, {_repeated(specs)!r}: rename one of them", "tools")
     form = tool_format(template)
     shown = [_shown(tool) for tool in request.tools]
     is_enforced = choice != "auto" or any(spec.is_strict for spec in specs)
-    if not is_enforced:
-        return ToolPlan(shown, tools, form)
     many = request.parallel_tool_calls is not False
+    if not is_enforced:
+        return ToolPlan(shown, tools, form, many=many)
     if isinstance(choice, NamedTool):
         if choice.function.name not in tools:
             raise bad_request(
-                f"tool_choice names {choice.function.name!r}, which is not among the tools", "tool_choice"
+                f"tool_choice names {choice.function.name!r}, which is not among the tools: name one of them",
+                "tool_choice",
             )
         specs, many = [tools[choice.function.name]], False
     if choice != "auto":  # arguments of an enforced call follow their schema
         specs = [ToolSpec(spec.name, spec.parameters, True) for spec in specs]
     lark = LarkWriter(marker_ids(model, form.markers))
     form.write(lark, specs, must_call=choice != "auto", many=many)
-    return ToolPlan(shown, tools, form, lark.source())
+    return ToolPlan(shown, tools, form, lark.source(), many)
 
 
 def _without_tools(model: TextModel) -> ToolPlan:
@@ -89,6 +94,12 @@ def marker_ids(model: TextModel, markers: tuple[str, ...]) -> dict[str, int]:
 
 def _spec(tool: Tool) -> ToolSpec:
     return ToolSpec(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))
+
+
+def _repeated(specs: list[ToolSpec]) -> str:
+    """The first name that occurs twice."""
+    names = [spec.name for spec in specs]
+    return next(name for number, name in enumerate(names) if name in names[:number])
 
 
 def _shown(tool: Tool) -> dict[str, Any]:

@@ -133,7 +133,10 @@ def _with_reasoning(turn: Turn, tail: str) -> Turn:
     job.kept_tokens = frozenset(marker_ids(context.model, markers).values())
     if known is None:
         if request.thinking_budget is not None:
-            raise bad_request("the chat template of this model has no reasoning to limit", "thinking_budget")
+            raise bad_request(
+                "the chat template of this model has no reasoning to limit: leave thinking_budget out",
+                "thinking_budget",
+            )
         return turn
     has_grammar = job.params.grammar is not None
     is_closed = tail.rstrip().endswith(known.closing)
@@ -164,6 +167,9 @@ async def render(
     variables = _variables(request, tools)
     if RESERVED & variables.keys():
         raise bad_request(f"chat_template_kwargs may not set {sorted(RESERVED)}", "chat_template_kwargs")
+    for name in variables:
+        if not name.isidentifier():
+            raise bad_request(f"chat_template_kwargs has {name!r}: pass a name of a variable", "chat_template_kwargs")
     messages = [as_template_message(message) for message in request.messages]
     if context.model.chat_template is None:
         raise bad_request("this model has no chat template: use /v1/completions", "messages", "chat_template")
@@ -172,12 +178,12 @@ async def render(
         placeholders.protect(messages),
         placeholders.protect(tools.shown),
         request.add_generation_prompt,
-        placeholders.protect({name: value for name, value in variables.items() if name.isidentifier()}),
+        placeholders.protect(dict(variables)),
     )
     outcome = await context.templates.ask(task, tenant.share)
     if isinstance(outcome, Failed):
         slow = outcome.kind == KILLED
-        message = "the chat template takes too much time or memory" if slow else outcome.message
+        message = "the chat template takes too much time or memory: send shorter messages" if slow else outcome.message
         raise bad_request(message, "messages", "chat_template")
     return placeholders.parts(outcome.text)
 

@@ -31,7 +31,7 @@ def read_text(path: Path, option: str = "") -> str:
         raise ConfigError(f"{label} does not exist: pass a text file, plain or .xz") from None
     except (OSError, EOFError, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{label} cannot be read: {reason}") from error
+        raise ConfigError(f"{label} cannot be read ({reason}): pass a text file, plain or .xz") from error
     return decoded(data, label)
 
 

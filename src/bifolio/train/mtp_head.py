@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from bifolio.config import ModelConfig, MoeConfig
 from bifolio.errors import ConfigError
+from bifolio.model.description import undescribed
 from bifolio.model.export import named_tensors
 from bifolio.model.families.glm4moe import FAMILY as PAIR
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
@@ -52,9 +53,10 @@ def pair_config(weights: ModelWeights) -> ModelConfig:
         selection_bias=True,
         group_best=NUM_EXPERTS,
         shared_size=size,
-        dense_layers=tuple(range(config.num_layers)),
     )
-    written = folder_config(replace(config, architecture=PAIR.name, moe=moe))
+    layers = tuple(replace(layer, dense=True) for layer in config.layers)
+    written = folder_config(replace(config, architecture=PAIR.name, moe=moe, layers=layers))
+    _refuse(config, undescribed(PAIR, written, "hf"))
     read = config_from_hf(config_to_hf(written))
     _refuse(config, [each.name for each in fields(read) if getattr(read, each.name) != getattr(written, each.name)])
     return written

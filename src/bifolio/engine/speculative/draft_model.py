@@ -8,7 +8,7 @@ from collections.abc import Sequence as Sequences
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
+from bifolio.engine.speculative.drafter import Drafter, Offer
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Batch
 from bifolio.model.loaded import TextModel
@@ -16,7 +16,7 @@ from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Runs the draft model for the sequences of a step, batched, one draft token at a time.
 
     Drafts of sampled sequences use the sampling noise of their position, so that where both models agree the draft
@@ -29,7 +29,6 @@ class DraftModelDrafter:
         self._decode = DecodeExecutor(runner)
         self._slots = slots
         self._chunk_size = chunk_size
-        self.costs = PassCosts()
 
     def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
         """Offer `length` drafts; the last two tokens run with the first draft, earlier ones need a catch-up prefill."""
@@ -76,7 +75,7 @@ class DraftModelDrafter:
         drawn = self._slots.sampler.sample(
             logits, [items[i].slot for i in active], positions, [guesses[i] for i in active]
         )
-        self.costs.observe(end, time.perf_counter() - started)
+        self.measured(end, time.perf_counter() - started)
         return [max(int(token), 0) for token in drawn.token_ids]  # a row that cannot be sampled drafts token 0
 
     def _catch_up(self, items: Sequences[ScheduledSequence]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from bifolio.arrays import array_namespace
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
+from bifolio.engine.speculative.drafter import Drafter, Offer
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
 from bifolio.kernels.interface import Array, AttentionPhase
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
@@ -80,13 +80,14 @@ class Track:
             self.count -= min(size, over)
 
 
-class HiddenDraft:
+class HiddenDraft(Drafter):
     """A drafter that runs a head for the sequences of a step, batched, one draft token at a time."""
+
+    reads_states = True
 
     def __init__(self, runner: HeadRunner, slots: SlotState, chunk_size: int) -> None:
         self.runner = runner
-        self.costs = PassCosts()
-        self.is_resting = False  # set by the speculator: drafts do not pay off at present
+        self._is_resting = False  # drafts do not pay off at present
         self._slots = slots
         self._chunk_size = chunk_size
         self._tracks: dict[int, Track] = {}  # by sequence id
@@ -94,8 +95,9 @@ class HiddenDraft:
         self._most_states = max(STATE_BYTES // (row_bytes * len(slots.tables)), LEAST_STATES)
 
     # -- states of the target -----------------------------------------------------------------------------------------
-    def absorb(self, plan: StepPlan, states: Array | None) -> None:
-        """Keep the states that a pass of the target gave out; without them the sequences' contexts begin anew."""
+    def absorb(self, plan: StepPlan, states: Array | None, *, is_resting: bool) -> None:
+        """Keep the states that a pass of the target returns; without them the sequences' contexts begin anew."""
+        self._is_resting = is_resting
         if states is None and self.runner.blocks.is_untouched:
             return
         scale = self.runner.weights.state_scale
@@ -122,7 +124,7 @@ class HiddenDraft:
         track.states.append(states)
         track.count += item.num_new
         if track.count > self._most_states:
-            if self.is_resting:
+            if self._is_resting:
                 self._drop(track)
             else:
                 self._compute(item, track, track.count - 1)
@@ -147,6 +149,10 @@ class HiddenDraft:
         track = self._tracks.get(parent.id)
         if track is not None:
             self._tracks[child.id] = track.copy()
+
+    def warm_up(self, longest: int) -> None:
+        if self.runner.on_device is not None:
+            self.runner.on_device.warm_up(longest)
 
     def forget(self, sequence: Sequence) -> None:
         self._tracks.pop(sequence.id, None)
@@ -173,7 +179,7 @@ class HiddenDraft:
             drawn = self.runner.draft(runs, given, slots, positions, lengths)
             if drawn is not None:
                 self._computed(runs)
-                self.costs.observe(len(items), (time.perf_counter() - started) / drawn.shape[1])
+                self.measured(sum(len(run.tokens) for run in runs), time.perf_counter() - started)
                 rows = zip(drawn.clip(0).tolist(), lengths, strict=True)
                 return [tuple(tokens[:length]) for tokens, length in rows]
         return self._fill_by_passes(items, runs, given)
@@ -259,7 +265,7 @@ class HiddenDraft:
         slots = [items[i].slot for i in active]
         positions = [items[i].sequence.num_tokens + len(guesses[i]) for i in active]
         drawn = self._sample(logits, slots, positions, [guesses[i] for i in active])
-        self.costs.observe(sum(len(run.tokens) for run in runs), time.perf_counter() - started)
+        self.measured(sum(len(run.tokens) for run in runs), time.perf_counter() - started)
         for i, token in zip(active, drawn, strict=True):
             guesses[i].append(max(int(token), 0))  # a row that cannot be sampled drafts token 0
         return hidden

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequences
 
 from bifolio.config import SpeculativeConfig
-from bifolio.engine.speculative.draft_lengths import Offer
+from bifolio.engine.speculative.drafter import Drafter, Offer
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt lookup: drafts the tokens that followed the last occurrence of the final n-gram."""
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -6,6 +6,7 @@ in the table of test configurations. Code outside this package does not compare 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -68,5 +69,9 @@ def _by_name(families: Iterable[Family], names: Callable[[Family], Iterable[str]
 
 
 def _unsupported(name: object, known: Iterable[str], where: str = "") -> UnsupportedModelError:
-    supported = ", ".join(sorted(known))
-    return UnsupportedModelError(f"{where}the architecture {name!r} is not supported; supported are: {supported}")
+    """The error of a name that no family has, with the names that are most like it."""
+    nearest = difflib.get_close_matches(str(name), sorted(known), n=3)
+    similar = f"; supported and similar: {', '.join(nearest)}" if nearest else ""
+    return UnsupportedModelError(
+        f"{where}the architecture {name!r} is not supported{similar}; docs/models.md lists all that are"
+    )

@@ -6,50 +6,50 @@ GGUF files describe it as a Granite hybrid with factors of 1.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from bifolio.config import ModelConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import RopeConfig
+from bifolio.model.description import Reading
 from bifolio.model.families.family import Family
-from bifolio.model.families.granitehybrid import GGUF_MAMBA, gguf_entries, mamba_from_hf, mamba_names, mamba_to_hf
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, nested_rope
+from bifolio.model.families.granite import SCALES
+from bifolio.model.families.granitehybrid import LAYERS, ROPES
+from bifolio.model.fields import Field, Form
+from bifolio.model.huggingface.rope_fields import NESTED, read_rope, rope_parameters
+from bifolio.model.recurrent_fields import GGUF_MAMBA, mamba_names
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
-DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 262144, "bos_token_id": 1,
-            "eos_token_id": 2}  # fmt: skip
 ROTATED = 0.5  # part of a head; transformers replaces the value of a folder unless it is among the parameters of rope
+INDICES = "attn_layer_indices"
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    layers, attention = range(int(raw["num_hidden_layers"])), raw.get("attn_layer_indices") or ()
-    has_attention = tuple(layer for layer in layers if layer in attention)
-    mamba = tuple(layer for layer in layers if layer not in attention)
-    return decoder_from_hf(
-        {**DEFAULTS, **raw, "partial_rotary_factor": ROTATED},
-        name,
-        recurrent=mamba_from_hf(raw, mamba, has_attention),
-    )
+def attention_layers(values: Reading) -> tuple[bool, ...]:
+    found = values.json.counts(INDICES, least=0)
+    return tuple(layer in found for layer in values.layers)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    own, factors = config.recurrent, (config.embedding_scale, config.residual_scale, config.logit_scale)
-    if own is None or config.moe is not None or factors != (1.0, 1.0, 1.0) or config.attention_scale:
-        raise UnsupportedModelError("a folder of Bamba describes Mamba layers and MLPs, without experts and factors")
-    return {
-        **nested_rope(config, decoder_to_hf(config)),
-        **mamba_to_hf(config, own),
-        "attn_layer_indices": list(own.attention_layers),
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
-    }
+def ropes(values: Reading) -> tuple[RopeConfig, ...]:
+    own = rope_parameters(values).with_defaults({"partial_rotary_factor": ROTATED})
+    return (read_rope(values, own, values["head_dim"]),)
 
 
 FAMILY = Family(
     name="bamba",
+    fields=(
+        *SCALES,
+        *LAYERS,
+        ROPES,
+        Field("ropes", hf=Form(ropes, NESTED.write)),
+        Field("attention_scale", hf=None),
+        Field(
+            "layers.attention",
+            hf=Form(attention_layers, lambda v: {INDICES: [n for n in v.layers if v["layers.attention"][n]]}),
+        ),
+    ),
     hf_types=("bamba",),
     hf_class="BambaForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 262144, "bos_token_id": 1,
+                 "eos_token_id": 2},
+    hf_implied={"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0},
+    hf_always=("attention_bias", "mlp_bias"),
     hf_names=replace(
         HF_LLAMA,
         mlp_norm="pre_ff_layernorm",
@@ -61,5 +61,4 @@ FAMILY = Family(
     written_as="granitehybrid",
     gguf_names=replace(GGUF_LLAMA, recurrent=GGUF_MAMBA),
     gguf_interleaved=True,
-    gguf_entries=gguf_entries,
-)
+)  # fmt: skip

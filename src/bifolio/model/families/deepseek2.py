@@ -12,171 +12,193 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import LatentConfig, ModelConfig, MoeConfig
+from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
+from bifolio.model.description import Reading, Writing
+from bifolio.model.expert_fields import EXPERTS, first_layers, leading_dense, of_expert_size, read_scoring, scoring_by
 from bifolio.model.export import NamedTensor
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, expert_count
+from bifolio.model.fields import REQUIRED, Field, Form, Key
+from bifolio.model.gguf.rope_fields import read_rope, rope_entries
+from bifolio.model.huggingface import rope_fields
+from bifolio.model.huggingface.rope_fields import rope_parameters, scaling_object
 from bifolio.model.model_file import TensorSource
 from bifolio.model.next_token_names import GGUF_NEXT_TOKEN, HF_NEXT_TOKEN
 from bifolio.model.tensor_names import HF_LATENT
+from bifolio.model.window_fields import named_kinds
 from bifolio.quant.tensor import QuantizedTensor
 
-METHODS = ("greedy", "group_limited_greedy", BIASED := "noaux_tc")  # of choosing experts; the last one is DeepSeek-V3's
-GROUP_BEST = 2  # experts that rank a group in DeepSeek-V3
+GREEDY, GROUPS, BIASED = "greedy", "group_limited_greedy", "noaux_tc"  # choices of experts; the last is DeepSeek-V3's
 GLM = "glm4_moe_lite"
+DENSE = "first_k_dense_replace"
+KEY_SIZE, LOG_MULTIPLIER = ".attention.key_length_mla", ".rope.scaling.yarn_log_multiplier"
 KV_UP = "self_attn.kv_b_proj"  # of folders: key and value projections, head by head
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    if raw.get("attention_bias"):
-        raise UnsupportedModelError("DeepSeek-V2 with biases in attention is not supported")
-    if not raw.get("rope_interleave", True):
-        raise UnsupportedModelError("DeepSeek models whose rope is not interleaved are not supported")
-    rope, nope = int(raw["qk_rope_head_dim"]), int(raw["qk_nope_head_dim"])
-    mla = LatentConfig(
-        latent_size=int(raw["kv_lora_rank"]),
-        rope_size=rope,
-        nope_size=nope,
-        value_size=int(raw["v_head_dim"]),
-        query_rank=int(raw.get("q_lora_rank") or 0),
-    )
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    return decoder_from_hf(
-        {**raw, "head_dim": rope},
-        name,
-        head_dim=rope + mla.latent_size,
-        num_kv_heads=1,
-        rope_interleaved=True,
-        attention_scale=_score_scale(rope + nope, parameters.get("factor"), parameters.get("mscale_all_dim")),
-        mla=mla,
-        moe=_experts_from_hf(raw),
-    )
-
-
-def _experts_from_hf(raw: Raw) -> MoeConfig:
-    kind = raw.get("model_type")
-    method = raw.get("topk_method") or (BIASED if kind in ("deepseek_v3", GLM) else "greedy")
-    if method not in METHODS:
-        raise UnsupportedModelError(f"the routing {method!r} is not supported; supported: {', '.join(METHODS)}")
-    in_groups, is_biased = method != "greedy", method == BIASED
-    size = int(raw["moe_intermediate_size"])
-    dense = list(range(int(raw.get("first_k_dense_replace", 1 if kind == GLM else 0))))
-    if layers := raw.get("mlp_layer_types"):
-        dense = [layer for layer, mlp in enumerate(layers) if mlp == "dense"]
-    chosen: dict[str, Any] = {}
-    if is_biased:  # DeepSeek-V3
-        renormalise = bool(raw.get("norm_topk_prob", True))
-        chosen = {"scoring": "sigmoid", "renormalise": renormalise, "selection_bias": True, "group_best": GROUP_BEST}
-    return MoeConfig(
-        num_experts=expert_count(raw),
-        top_k=int(raw["num_experts_per_tok"]),
-        expert_size=size,
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
-        num_groups=int(raw.get("n_group") or 1) if in_groups else 1,
-        top_groups=int(raw.get("topk_group") or 1) if in_groups else 1,
-        shared_size=size * int(raw.get("n_shared_experts") or 0),
-        dense_layers=tuple(dense),
-        **chosen,
-    )
-
-
-def _score_scale(size: int, factor: float | None, multiplier: float | None) -> float:
+# -- the factor of scores ---------------------------------------------------------------------------------------------
+def score_scale(values: Reading, factor: float, multiplier: float) -> float:
     """The factor of scores; yarn with `mscale_all_dim` enlarges it."""
-    larger = 1 + 0.1 * multiplier * math.log(factor) if multiplier and factor and factor > 1 else 1.0
-    return float(larger**2 / math.sqrt(size))
+    larger = 1 + 0.1 * multiplier * math.log(factor) if multiplier and factor > 1 else 1.0
+    return float(larger**2 / math.sqrt(values["mla.rope_size"] + values["mla.nope_size"]))
 
 
-def _enlargement(config: ModelConfig) -> float:
+def enlargement(values: Writing) -> float:
     """The factor of scores by yarn: mscale_all_dim, or 0."""
-    mla, factor = config.mla, config.ropes[0].factor
-    if mla is None or factor <= 1:
+    factor = values.config.ropes[0].factor
+    if factor <= 1:
         return 0.0
-    larger = math.sqrt(config.scale * math.sqrt(mla.rope_size + mla.nope_size))
+    larger = math.sqrt(values.config.scale * math.sqrt(values["mla.rope_size"] + values["mla.nope_size"]))
     return round((larger - 1) / (0.1 * math.log(factor)), 6)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    moe, mla = config.moe, config.mla
-    if moe is None or mla is None:
-        raise UnsupportedModelError("a DeepSeek-V2 folder describes experts and attention over latents")
-    fields = decoder_to_hf(config) | {"num_key_value_heads": config.num_heads, "head_dim": mla.rope_size}
-    if fields["rope_scaling"] is not None and (multiplier := _enlargement(config)):
-        fields["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
-    method = BIASED if moe.selection_bias else "greedy" if moe.num_groups == 1 else "group_limited_greedy"
-    third = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
-    return {
-        **(third if moe.selection_bias else {}),
-        **fields,
-        "kv_lora_rank": mla.latent_size,
-        "q_lora_rank": mla.query_rank or None,
-        "qk_rope_head_dim": mla.rope_size,
-        "qk_nope_head_dim": mla.nope_size,
-        "v_head_dim": mla.value_size,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.expert_size,
-        "n_shared_experts": moe.shared_size // moe.expert_size,
-        "first_k_dense_replace": len(moe.dense_layers),
-        "routed_scaling_factor": moe.scale,
-        "norm_topk_prob": moe.renormalise,
-        "topk_method": method,
-        "scoring_func": moe.scoring,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-    }
+def scale_from_hf(values: Reading) -> float:
+    own = rope_parameters(values)
+    return score_scale(values, own.number("factor", 1.0), own.number("mscale_all_dim", 0.0))
 
 
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    if not metadata.has(".attention.key_length_mla"):
-        raise UnsupportedModelError(f"{file.path}: the file holds no projections by head: convert the model again")
-    rope = metadata.count(".rope.dimension_count")
-    mla = LatentConfig(
-        latent_size=metadata.count(".attention.kv_lora_rank"),
-        rope_size=rope,
-        nope_size=metadata.count(".attention.key_length_mla") - rope,
-        value_size=metadata.count(".attention.value_length_mla"),
-        query_rank=metadata.count(".attention.q_lora_rank", 0) if "blk.0.attn_q_a.weight" in file.entries else 0,
-    )
-    if metadata.has(".attention.temperature_scale"):
-        raise UnsupportedModelError(f"{file.path}: queries that grow with the position are not supported with latents")
-    choice: dict[str, Any] = {}
-    if any(entry.endswith("exp_probs_b.bias") for entry in file.entries):  # DeepSeek-V3 and GLM
-        choice["group_best"] = GROUP_BEST
-        if not metadata.has(".expert_gating_func"):
-            choice["scoring"] = "sigmoid"
-    moe = experts_from_gguf(file, metadata, **choice)
-    layers = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
-    fields: dict[str, Any] = {"mla": mla, "moe": moe, "rope_interleaved": True, "num_kv_heads": 1, "num_layers": layers}
-    config = decoder_from_gguf(file, metadata, name, **fields)
-    multiplier = metadata.number(".rope.scaling.yarn_log_multiplier", 0.0) / 0.1
-    scale = _score_scale(rope + mla.nope_size, config.ropes[0].factor, multiplier)
-    if multiplier:  # scores are enlarged instead of queries and keys
-        config = replace(config, ropes=(replace(config.ropes[0], attention_factor=1.0),))
-    return replace(config, attention_scale=scale)
+def scale_from_gguf(values: Reading) -> float:
+    return score_scale(values, values["ropes"][0].factor, values.header.number(LOG_MULTIPLIER, 0.0) / 0.1)
 
 
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    mla = config.mla
-    if mla is None:
-        return {}
-    entries: dict[str, Value] = {
-        "attention.key_length": config.head_dim,
-        "attention.value_length": mla.latent_size,
-        "attention.key_length_mla": mla.nope_size + mla.rope_size,
-        "attention.value_length_mla": mla.value_size,
-        "attention.kv_lora_rank": mla.latent_size,
-    }
-    if mla.query_rank:
-        entries["attention.q_lora_rank"] = mla.query_rank
-    if multiplier := _enlargement(config):
-        if not math.isclose(config.ropes[0].attention_factor, 1.0, rel_tol=1e-6):
-            raise UnsupportedModelError("GGUF cannot describe yarn that enlarges scores, queries and keys at once")
-        entries |= {"rope.scaling.yarn_log_multiplier": 0.1 * multiplier, "rope.scaling.attn_factor": 1.0}
-    return entries
+def ropes_from_gguf(values: Reading) -> tuple[RopeConfig, ...]:
+    """Where scores are enlarged, queries and keys are not."""
+    rope = read_rope(values)
+    return (replace(rope, attention_factor=1.0) if values.header.number(LOG_MULTIPLIER, 0.0) else rope,)
+
+
+def ropes_to_gguf(values: Writing) -> dict[str, Any]:
+    if not (multiplier := enlargement(values)):
+        return rope_entries(values)
+    if not math.isclose(values.config.ropes[0].attention_factor, 1.0, rel_tol=1e-6):
+        raise values.refusal("yarn that enlarges scores, queries and keys at once")
+    return {**rope_entries(values), LOG_MULTIPLIER[1:]: 0.1 * multiplier, "rope.scaling.attn_factor": 1.0}
+
+
+def ropes_to_hf(values: Writing) -> dict[str, Any]:
+    rope, multiplier = values.config.ropes[0], enlargement(values)
+    scaling = scaling_object(rope)
+    if scaling is not None and multiplier:
+        scaling |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+# -- attention over latents -------------------------------------------------------------------------------------------
+def cached_size(values: Reading) -> int:
+    return int(values["mla.rope_size"] + values["mla.latent_size"])
+
+
+def query_rank_from_gguf(values: Reading) -> int:
+    has_rank = values.header.has_tensor("blk.0.attn_q_a.weight")
+    return values.header.count(".attention.q_lora_rank", 0) if has_rank else 0
+
+
+LATENTS = (
+    Field(
+        "head_dim",
+        hf=Form(cached_size, lambda v: {"head_dim": v["mla.rope_size"]}),
+    ),
+    Field(
+        "num_kv_heads",
+        hf=Form(lambda v: 1, lambda v: {"num_key_value_heads": v["num_heads"]}),
+        gguf=Key("attention.head_count_kv", reader=lambda v: 1),
+    ),
+    Field(
+        "mla.latent_size",
+        hf="kv_lora_rank",
+        gguf=Form(
+            lambda v: v.header.count(".attention.kv_lora_rank", least=1),
+            lambda v: dict.fromkeys(("attention.kv_lora_rank", "attention.value_length"), v["mla.latent_size"]),
+        ),
+        default=REQUIRED,
+    ),
+    Field("mla.rope_size", hf="qk_rope_head_dim", gguf="rope.dimension_count"),
+    Field(
+        "mla.nope_size",
+        hf="qk_nope_head_dim",
+        gguf=Form(
+            lambda v: v.header.count(KEY_SIZE, least=v["mla.rope_size"] + 1) - v["mla.rope_size"],
+            lambda v: {KEY_SIZE[1:]: v["mla.nope_size"] + v["mla.rope_size"]},
+        ),
+    ),
+    Field("mla.value_size", hf="v_head_dim", gguf="attention.value_length_mla"),
+    Field(
+        "mla.query_rank",
+        hf=Key("q_lora_rank", write=lambda rank: rank or None),
+        gguf=Key("attention.q_lora_rank", reader=query_rank_from_gguf, optional=True),
+    ),
+    Field(
+        "ropes",
+        hf=Form(lambda v: (rope_fields.read_rope(v, rope_parameters(v), v["mla.rope_size"]),), ropes_to_hf),
+        gguf=Form(ropes_from_gguf, ropes_to_gguf),
+    ),
+    Field("attention_scale", hf=Form(scale_from_hf), gguf=Form(scale_from_gguf)),
+)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+def method(values: Reading) -> str:
+    """The choice of experts."""
+    is_biased = values.json.get("model_type") in ("deepseek_v3", GLM)
+    found = values.json.text("topk_method", BIASED if is_biased else GREEDY)
+    if found not in (GREEDY, GROUPS, BIASED):
+        raise UnsupportedModelError(f"the routing {found!r} is not supported; supported: {GREEDY}, {GROUPS}, {BIASED}")
+    return found
+
+
+def write_method(values: Writing) -> dict[str, Any]:
+    """DeepSeek-V3 has a bias and sigmoids, V2 neither, and its weights do not add up to 1."""
+    if (values["moe.scoring"] == "sigmoid") != values["moe.selection_bias"]:
+        raise values.refusal(f"moe.scoring = {values['moe.scoring']!r}")
+    if values["moe.renormalise"] and not values["moe.selection_bias"]:
+        raise values.refusal("chosen experts that add up to 1, and no bias")
+    if values["moe.selection_bias"]:
+        third = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
+        return {**third, "topk_method": BIASED}
+    return {"topk_method": GREEDY if values["moe.num_groups"] == 1 else GROUPS}
+
+
+def groups(key: str) -> Key:
+    """A number of groups; 1 where experts are chosen without them."""
+    return Key(key, reader=lambda v: 1 if method(v) == GREEDY else v.json.count(key, 1, least=0) or 1)
+
+
+def dense_layers(values: Reading) -> tuple[bool, ...]:
+    if values.json.get("mlp_layer_types") is not None:
+        return tuple(kind == "dense" for kind in named_kinds(values, "mlp_layer_types"))
+    usual = 1 if values.json.get("model_type") == GLM else 0
+    return first_layers(values, values.json.count(DENSE, usual, least=0))
+
+
+def scoring_from_gguf(values: Reading) -> str:
+    """Sigmoids choose the experts of files with a bias that do not name the function."""
+    is_sigmoid = values["moe.selection_bias"] and not values.header.has(".expert_gating_func")
+    return "sigmoid" if is_sigmoid else read_scoring(values)
+
+
+CHOICE = (
+    *EXPERTS,
+    Field("moe.num_experts", hf=("n_routed_experts", "num_experts", "num_local_experts")),
+    Field(
+        "moe.selection_bias",
+        hf=Form(lambda v: method(v) == BIASED, write_method),
+        gguf=Form(lambda v: "exp_probs_b.bias" in v.header.in_layers),
+    ),
+    Field(
+        "moe.scoring",
+        hf=Key("scoring_func", reader=lambda v: "sigmoid" if v["moe.selection_bias"] else "softmax"),
+        gguf=scoring_by(scoring_from_gguf),
+    ),
+    Field(
+        "moe.renormalise",
+        hf=Key("norm_topk_prob", reader=lambda v: v["moe.selection_bias"] and v.json.flag("norm_topk_prob", True)),
+    ),
+    Field("moe.scale", hf="routed_scaling_factor"),
+    Field("moe.num_groups", hf=groups("n_group")),
+    Field("moe.top_groups", hf=groups("topk_group")),
+    Field("moe.group_best", default=lambda v: 2 if v["moe.selection_bias"] else 1),
+    Field("moe.shared_size", hf=of_expert_size("n_shared_experts")),
+    Field("layers.dense", hf=Form(dense_layers, lambda v: {DENSE: leading_dense(v)})),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,19 +242,17 @@ def joined_by_head(tensors: Iterator[NamedTensor], config: ModelConfig) -> Itera
 
 FAMILY = Family(
     name="deepseek2",
+    fields=(*LATENTS, *CHOICE),
     hf_types=("deepseek_v2", "deepseek_v3", GLM),
     hf_class="DeepseekV2ForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_refused={"attention_bias": "DeepSeek-V2 with biases in attention is not supported"},
+    hf_needed={"rope_interleave": True},
     hf_interleaved=True,
     folder_source=SplitByHead,
     folder_tensors=joined_by_head,
     gguf_architectures=("deepseek2",),
-    written_as="deepseek2",
-    config_from_gguf=config_from_gguf,
+    gguf_refused={".attention.temperature_scale": "queries that grow with the position are not supported with latents"},
     gguf_interleaved=True,
-    gguf_entries=gguf_entries,
-    gguf_scale=lambda config: config.scale,
     hf_next_token=HF_NEXT_TOKEN,
     gguf_next_token=GGUF_NEXT_TOKEN,
 )

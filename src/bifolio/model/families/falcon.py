@@ -7,23 +7,17 @@ all queries, all keys and all values one behind the other.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from bifolio.config import ModelConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.model.decoder_fields import activation, in_tensors, one_bias
+from bifolio.model.description import Reading
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, write_activation
+from bifolio.model.fields import Field, Key
 from bifolio.model.stored_form import Joined, StoredForm, joined_heads, reading, writing
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
-NETWORK: dict[str, Any] = {"norm": "layer", "gated_mlp": False, "parallel_block": True}
-DEFAULTS = {"activation": "gelu", "layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True,
-            "tie_word_embeddings": True, "bos_token_id": 11, "eos_token_id": 11}  # fmt: skip
 HF_NAMES = replace(
     HF_LLAMA,
     embedding="transformer.word_embeddings",
@@ -38,43 +32,16 @@ HF_NAMES = replace(
 SECOND_NORM = "attn_norm_2"
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    raw = {**DEFAULTS, **raw}
-    if raw.get("alibi"):
-        raise UnsupportedModelError("Falcon with alibi instead of rope (Falcon-RW) is not supported")
-    if not raw["parallel_attn"]:
-        raise UnsupportedModelError("Falcon with the MLP behind attention (parallel_attn = false) is not supported")
-    heads, d = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-    is_new, bias = bool(raw.get("new_decoder_architecture")), bool(raw.get("bias"))
-    return decoder_from_hf(
-        {**raw, "intermediate_size": raw.get("ffn_hidden_size") or 4 * d, "hidden_act": raw["activation"]},
-        name,
-        num_kv_heads=int(raw.get("num_kv_heads") or heads) if is_new else 1 if raw["multi_query"] else heads,
-        head_dim=d // heads,
-        norm_eps=float(raw["layer_norm_epsilon"]),
-        parallel_norms=is_new and int(raw.get("num_ln_in_parallel_attn") or 2) == 2,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
-        **NETWORK,
-    )
+def num_kv_heads(values: Reading) -> int:
+    """Those of Falcon-40B are stored; the older form has one, or one for each query head."""
+    if values.json.flag("new_decoder_architecture", False):
+        return values.json.count("num_kv_heads", values["num_heads"])
+    return 1 if values.json.flag("multi_query", True) else int(values["num_heads"])
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """All models have the form of Falcon-40B, which includes that of the others."""
-    fields = decoder_to_hf(config)
-    del fields["head_dim"]  # the class of transformers computes it
-    return {
-        **fields,
-        "num_kv_heads": config.num_kv_heads,
-        "ffn_hidden_size": config.intermediate_size,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation": write_activation(config, "gelu"),
-        "new_decoder_architecture": True,
-        "num_ln_in_parallel_attn": 2 if config.parallel_norms else 1,
-        "bias": config.qkv_bias,
-        "alibi": False,
-    }
+def has_two_norms(values: Reading) -> bool:
+    is_new = values.json.flag("new_decoder_architecture", False)
+    return is_new and values.json.count("num_ln_in_parallel_attn", 2) == 2
 
 
 def folder_form(config: ModelConfig) -> StoredForm:
@@ -84,11 +51,6 @@ def folder_form(config: ModelConfig) -> StoredForm:
     parts = tuple((name, span.reshape(-1)) for name, span in zip(HF_NAMES.qkv, spans, strict=True))
     joined = Joined("self_attention.query_key_value", parts)
     return StoredForm((joined,), renamed(("input_layernorm", "ln_attn")) if config.parallel_norms else ())
-
-
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    two = f"blk.0.{SECOND_NORM}.weight" in file.entries
-    return decoder_from_gguf(file, metadata, name, activation="gelu", parallel_norms=two, **NETWORK)
 
 
 def gguf_form(config: ModelConfig) -> StoredForm:
@@ -104,19 +66,32 @@ def renamed(*names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
 
 FAMILY = Family(
     name="falcon",
+    network={"norm": "layer", "gated_mlp": False, "parallel_block": True},
+    fields=(
+        *one_bias("bias"),
+        Field("num_kv_heads", hf=Key("num_kv_heads", reader=num_kv_heads)),
+        Field("head_dim", hf=None),
+        Field("intermediate_size", hf=Key("ffn_hidden_size", default=lambda v: 4 * v["hidden_size"])),
+        Field("norm_eps", hf=Key("layer_norm_epsilon", default=1e-5)),
+        Field("activation", hf=activation("activation")),
+        Field(
+            "parallel_norms",
+            hf=Key("num_ln_in_parallel_attn", reader=has_two_norms, write=lambda two: 2 if two else 1),
+            gguf=in_tensors(f"{SECOND_NORM}.weight"),
+        ),
+    ),
     hf_types=("falcon",),
     hf_class="FalconForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"activation": "gelu", "tie_word_embeddings": True, "bos_token_id": 11, "eos_token_id": 11},
+    hf_written={"new_decoder_architecture": True, "alibi": False},
+    hf_needed={"alibi": False, "parallel_attn": True},
     hf_names=HF_NAMES,
     folder_source=reading(folder_form),
     folder_tensors=writing(folder_form),
     folder_form=folder_form,
     gguf_architectures=("falcon",),
-    written_as="falcon",
-    config_from_gguf=config_from_gguf,
+    gguf_implied={"activation": "gelu"},
     gguf_names=replace(GGUF_LLAMA, up=("ffn_up",)),
     gguf_source=reading(gguf_form),
     gguf_tensors=writing(gguf_form),
-    gguf_activation="gelu",
 )

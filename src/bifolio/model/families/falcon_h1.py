@@ -7,84 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RecurrentConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import ModelConfig
+from bifolio.model.description import Reading, Writing
 from bifolio.model.export import NamedTensor
 from bifolio.model.families.family import Family
-from bifolio.model.families.granitehybrid import (
-    GGUF_MAMBA,
-    NO_LIMITS,
-    dt_limits,
-    mamba_entries,
-    mamba_from_gguf,
-    mamba_names,
-)
-from bifolio.model.gguf.decoder_config import decoder_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.fields import Field, Form, Key
 from bifolio.model.model_file import Factors
+from bifolio.model.recurrent_fields import GGUF_MAMBA, MAMBA, head_size, inner_size, mamba_names
 from bifolio.model.stored_form import StoredForm, reading
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 from bifolio.quant.tensor import QuantizedTensor
 
+IN_WEIGHTS = Form(lambda v: 1.0)  # GGUF files have the factors in their weights
 BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 GGUF_FORM = StoredForm(renamed=(("ffn_norm.weight", "ffn_norm"),))  # the only norm without a suffix
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    if any(raw.get(field) for field in BIASES):
-        raise UnsupportedModelError("Falcon-H1 with biases in its projections is not supported")
-    layers = tuple(range(int(raw["num_hidden_layers"])))
-    inner = int(raw.get("mamba_d_ssm") or int(raw.get("mamba_expand", 2)) * int(raw["hidden_size"]))
-    heads, groups = int(raw.get("mamba_n_heads", 128)), int(raw.get("mamba_n_groups", 1))
-    state = int(raw.get("mamba_d_state", 256))
-    recurrent = RecurrentConfig(
-        "mamba",
-        layers=layers,
-        attention_layers=layers,
-        width=int(raw.get("mamba_d_conv", 4)),
-        channels=inner + 2 * groups * state,
-        heads=heads,
-        groups=groups,
-        key_size=state,
-        value_size=inner // heads,
-        conv_bias=bool(raw.get("mamba_conv_bias", True)),
-        has_norm=bool(raw.get("mamba_rms_norm", False)),
-        norm_first=bool(raw.get("mamba_norm_before_gate", True)),
-        norm_groups=groups,
-        dt_limits=dt_limits(raw),
-    )
-    return decoder_from_hf(
-        raw,
-        name,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-5)),
-        embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
-        logit_scale=float(raw.get("lm_head_multiplier", 1.0)),
-        recurrent=recurrent,
-        weight_factors=_factors_from_hf(raw),
-    )
-
-
-def _factors_from_hf(raw: Raw) -> tuple[tuple[str, tuple[float, ...]], ...]:
+def weight_factors(values: Reading) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """(matrix, factors of its pieces) for those that differ from 1."""
-    inputs, outputs = float(raw.get("attention_in_multiplier", 1.0)), float(raw.get("attention_out_multiplier", 1.0))
-    gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
-    pieces = raw.get("ssm_multipliers") or (1.0,) * 5
+    json = values.json
+    inputs, outputs = json.number("attention_in_multiplier", 1.0), json.number("attention_out_multiplier", 1.0)
+    mlp, pieces = json.numbers("mlp_multipliers", (1.0, 1.0)), json.numbers("ssm_multipliers", (1.0,) * 5)
+    if len(mlp) != 2 or len(pieces) != 5:
+        raise json.wrong("ssm_multipliers" if len(mlp) == 2 else "mlp_multipliers", "a list of 5 numbers (mlp: of 2)")
     found = {
         "self_attn.q_proj": (inputs,),
-        "self_attn.k_proj": (inputs * float(raw.get("key_multiplier", 1.0)),),
+        "self_attn.k_proj": (inputs * json.number("key_multiplier", 1.0),),
         "self_attn.v_proj": (inputs,),
         "self_attn.o_proj": (outputs,),
-        "mamba.in_proj": tuple(float(raw.get("ssm_in_multiplier", 1.0)) * float(piece) for piece in pieces),
-        "mamba.out_proj": (float(raw.get("ssm_out_multiplier", 1.0)),),
-        "feed_forward.gate_proj": (float(gate),),
-        "feed_forward.down_proj": (float(down),),
+        "mamba.in_proj": tuple(json.number("ssm_in_multiplier", 1.0) * piece for piece in pieces),
+        "mamba.out_proj": (json.number("ssm_out_multiplier", 1.0),),
+        "feed_forward.gate_proj": mlp[:1],
+        "feed_forward.down_proj": mlp[1:],
     }
     return tuple((name, values) for name, values in found.items() if set(values) != {1.0})
 
@@ -98,36 +55,13 @@ def folder_factors(config: ModelConfig, name: str) -> Factors | None:
     return None
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The loaded weights contain the factors of the layers."""
-    own = config.recurrent
-    if own is None:
-        raise UnsupportedModelError("a folder of Falcon-H1 describes Mamba layers, which the model lacks")
-    return {
-        **decoder_to_hf(config),
-        "embedding_multiplier": config.embedding_scale,
-        "lm_head_multiplier": config.logit_scale,
-        "mamba_d_ssm": own.inner_size,
-        "mamba_n_heads": own.heads,
-        "mamba_d_head": own.value_size,
-        "mamba_n_groups": own.groups,
-        "mamba_d_state": own.key_size,
-        "mamba_d_conv": own.width,
-        "mamba_conv_bias": own.conv_bias,
-        "mamba_rms_norm": own.has_norm,
-        "mamba_norm_before_gate": own.norm_first,
-        **({} if own.dt_limits == NO_LIMITS else {"time_step_limit": list(own.dt_limits)}),
-    }
+def value_size(values: Reading) -> int:
+    inner = values.json.count("mamba_d_ssm", 0, least=0) or values.json.count("mamba_expand", 2) * values["hidden_size"]
+    return head_size(values, inner)
 
 
-# -- GGUF files -------------------------------------------------------------------------------------------------------
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    layers = list(range(metadata.count(".block_count")))
-    return decoder_from_gguf(file, metadata, name, recurrent=mamba_from_gguf(file, metadata, layers, layers))
-
-
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    return mamba_entries(config)
+def write_value_size(values: Writing) -> dict[str, int]:
+    return {"mamba_d_ssm": inner_size(values), "mamba_d_head": values["recurrent.value_size"]}
 
 
 def gguf_tensors(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:
@@ -152,10 +86,21 @@ def _scaled(tensor: NamedTensor, factor: float) -> NamedTensor:
 
 FAMILY = Family(
     name="falcon_h1",
+    fields=(
+        *MAMBA,
+        Field("recurrent.value_size", hf=Form(value_size, write_value_size)),
+        Field("recurrent.has_norm", hf=Key("mamba_rms_norm", default=False)),
+        Field("recurrent.norm_first", hf=Key("mamba_norm_before_gate", default=True)),
+        Field("layers.recurrent", default=lambda v: (True,) * len(v.layers)),
+        Field("embedding_scale", hf="embedding_multiplier", gguf=IN_WEIGHTS),
+        Field("logit_scale", hf="lm_head_multiplier", gguf=IN_WEIGHTS),
+        Field("weight_factors", hf=Form(weight_factors), gguf=Form(lambda v: ())),
+    ),
     hf_types=("falcon_h1",),
     hf_class="FalconH1ForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"rms_norm_eps": 1e-5},
+    hf_implied=dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "recurrent.projection_bias"), False),
+    hf_refused=dict.fromkeys(BIASES, "Falcon-H1 with biases in its projections is not supported"),
     hf_names=replace(
         HF_LLAMA,
         mlp_norm="pre_ff_layernorm",
@@ -166,10 +111,7 @@ FAMILY = Family(
     ),
     folder_factors=folder_factors,
     gguf_architectures=("falcon-h1",),
-    written_as="falcon-h1",
-    config_from_gguf=config_from_gguf,
     gguf_names=replace(GGUF_LLAMA, recurrent=GGUF_MAMBA),
     gguf_source=reading(lambda config: GGUF_FORM),
     gguf_tensors=gguf_tensors,
-    gguf_entries=gguf_entries,
 )

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.config import ModelConfig
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.model.decoder_fields import DECODER
 from bifolio.model.export import NamedTensor
-from bifolio.model.gguf.decoder_config import decoder_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.huggingface.decoder_config import Activation, Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.fields import Field, Side, Table, constants, table
 from bifolio.model.model_file import Factors, TensorSource
 from bifolio.model.next_token_names import NextTokenNames
 from bifolio.model.stored_form import StoredForm
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
-
-
-def usual_scale(config: ModelConfig) -> float:
-    return 1 / math.sqrt(config.head_dim)
 
 
 def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
@@ -43,24 +36,44 @@ def no_factors(config: ModelConfig, name: str) -> Factors | None:
     return None
 
 
-def no_entries(config: ModelConfig) -> dict[str, Value]:
-    return {}
+def fresh_decoder(architecture: str, *, hidden_size: int, num_heads: int, **fields: Any) -> ModelConfig:
+    """A network for training from scratch."""
+    head_dim = hidden_size // num_heads
+    usual = {"head_dim": head_dim, "tie_embeddings": True, "ropes": (RopeConfig(10000.0, head_dim),)}
+    return ModelConfig(architecture, hidden_size=hidden_size, num_heads=num_heads, **{**usual, **fields})
+
+
+def nothing() -> Any:
+    """The default of a table."""
+    return field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model family: how its Hugging Face folders and GGUF files describe a network.
 
-    The defaults describe a decoder like Llama; a family sets only the fields in which it differs.
+    The defaults describe a decoder like Llama; a family sets only the fields in which it differs. Places are those of
+    `model.fields`.
     """
 
     name: str  # `ModelConfig.architecture`
 
+    # -- the network
+    network: Mapping[str, Any] = nothing()  # values of all networks of the family, by place
+    fields: tuple[Field, ...] = ()  # that differ from those of Llama (`decoder_fields.DECODER`)
+    window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off
+
     # -- Hugging Face folders
     hf_types: tuple[str, ...]  # `model_type` in config.json; the first one is written
     hf_class: str  # class of transformers, named in config.json
-    config_from_hf: Callable[[Raw, str], ModelConfig] = decoder_from_hf  # (config.json, name of the family)
-    config_to_hf: Callable[[ModelConfig], dict[str, Any]] = decoder_to_hf  # without the fields common to all families
+    hf_defaults: Mapping[str, Any] = nothing()  # of fields that config.json leaves out, as in the class of transformers
+    hf_type_defaults: Mapping[str, Mapping[str, Any]] = nothing()  # the same of single `hf_types`
+    hf_implied: Mapping[str, Any] = nothing()  # values by place that folders do not store
+    hf_always: tuple[str, ...] = ()  # optional fields of config.json that are written also with their defaults
+    hf_written: Mapping[str, Any] = nothing()  # fields that are written and not read
+    hf_needed: Mapping[str, Any] = nothing()  # fields that have these values, or none
+    hf_refused: Mapping[str, str] = nothing()  # fields that are not supported, and the reason
+    hf_text_part: bool = False  # config.json may describe a model of text and images, whose text part is the model
     hf_names: TensorNames = HF_LLAMA
     hf_interleaved: bool = False  # rope on neighbouring pairs
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
@@ -72,18 +85,17 @@ class Family:
 
     # -- GGUF files
     gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family
-    written_as: str | None  # `general.architecture` of written files; None: GGUF cannot describe the family
+    written_as: str = ""  # `general.architecture` of written files; the first of those that are read, if there is one
     written_with_experts: str = ""  # the same of models with experts, where it differs
-    config_from_gguf: Callable[[GgufFile, Metadata, str], ModelConfig] = decoder_from_gguf
+    gguf_implied: Mapping[str, Any] = nothing()  # values by place that the architecture implies
+    gguf_written: Mapping[str, Any] = nothing()  # entries that are written and not read
+    gguf_needed: Mapping[str, Any] = nothing()  # keys with a point that have these values, or none
+    gguf_refused: Mapping[str, str] = nothing()  # keys with a point, and tensors, with the reason
     gguf_names: TensorNames = GGUF_LLAMA
     gguf_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # as `folder_source`
     gguf_tensors: Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]] = unchanged  # the reverse
     gguf_tiled: bool = False  # the heads of recurrent layers are in the order of `Recurrence.tiled`
     gguf_interleaved: bool = False  # query and key rows are ordered for rope on neighbouring pairs
-    gguf_activation: Activation = "silu"  # implied by the architecture: GGUF has no entry for it
-    gguf_window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off
-    gguf_entries: Callable[[ModelConfig], dict[str, Value]] = no_entries  # written under the name of the architecture
-    gguf_scale: Callable[[ModelConfig], float] = usual_scale  # of attention scores, unless the file says otherwise
 
     # -- heads for multi-token prediction, where checkpoints ship them
     hf_next_token: NextTokenNames | None = None
@@ -91,3 +103,13 @@ class Family:
 
     # -- training
     fresh_config: Callable[..., ModelConfig] | None = None  # (sizes) -> configuration for training from scratch
+
+    tables: Mapping[Side, Table] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        changes = DECODER, constants(self.network), self.fields
+        implied: dict[Side, Mapping[str, Any]] = {"hf": self.hf_implied, "gguf": self.gguf_implied}
+        tables = {side: table(side, *changes, constants(values)) for side, values in implied.items()}
+        object.__setattr__(self, "tables", tables)
+        if not self.written_as and self.gguf_architectures:
+            object.__setattr__(self, "written_as", self.gguf_architectures[0])

@@ -2,96 +2,54 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
-from bifolio.config import ModelConfig
-from bifolio.model.families.family import Family, usual_scale
-from bifolio.model.families.gemma3 import HF_NAMES, NORM_OFFSET, whole
-from bifolio.model.gguf.decoder_config import decoder_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile
-from bifolio.model.huggingface.decoder_config import (
-    Raw,
-    decoder_from_hf,
-    decoder_to_hf,
-    largest_window,
-    read_activation,
-    windows_by_type,
-    write_activation,
-    written_layer_types,
-)
+from bifolio.model.decoder_fields import scale_entry, usual_scale
+from bifolio.model.description import Reading, Values
+from bifolio.model.families.family import Family
+from bifolio.model.families.gemma3 import ACTIVATION, EMBEDDING_SCALE, HF_NAMES, NORM_OFFSET, TANH, scores
+from bifolio.model.fields import Field, Form, Key
+from bifolio.model.window_fields import BY_TYPE, GGUF_WINDOWS
 
-DEFAULT_WINDOW = 4096
-DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": DEFAULT_WINDOW,
-            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}  # fmt: skip
-WINDOW_PERIOD = 2
+WINDOW = 4096  # of files that do not say it
 LARGEST_LAYERS = 46  # the 27B model scales attention by hidden_size / heads instead of the head size
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    raw = {**DEFAULTS, **raw}
-    return decoder_from_hf(
-        raw,
-        name,
-        activation=read_activation(raw["hidden_activation"] or raw.get("hidden_act")),
-        norm_offset=NORM_OFFSET,
-        post_norms=True,
-        layer_window=windows_by_type(raw, WINDOW_PERIOD),
-        embedding_scale=math.sqrt(int(raw["hidden_size"])),
-        attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
-    )
+def gguf_scale(values: Values) -> float:
+    if values["num_layers"] == LARGEST_LAYERS:
+        return float((values["hidden_size"] // values["num_heads"]) ** -0.5)
+    return usual_scale(values)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **decoder_to_hf(config),
-        "sliding_window": largest_window(config),
-        "layer_types": written_layer_types(config),
-        "hidden_activation": write_activation(config, "gelu_pytorch_tanh"),
-        "query_pre_attn_scalar": whole(config.scale**-2),
-        "attn_logit_softcapping": config.attention_softcap or None,
-        "final_logit_softcapping": config.logit_softcap or None,
-    }
-
-
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    config = decoder_from_gguf(
-        file,
-        metadata,
-        name,
-        window_period=WINDOW_PERIOD,
-        activation="gelu_tanh",
-        post_norms=True,
-        embedding_scale=math.sqrt(metadata.count(".embedding_length")),
-        attention_softcap=metadata.number(".attn_logit_softcapping", 50.0),
-        logit_softcap=metadata.number(".final_logit_softcapping", 30.0),
-    )
-    if not config.layer_window:  # older files do not say it
-        windows = (DEFAULT_WINDOW, None) * config.num_layers
-        config = replace(config, layer_window=windows[: config.num_layers])
-    return config if config.attention_scale else replace(config, attention_scale=gguf_scale(config))
-
-
-def gguf_scale(config: ModelConfig) -> float:
-    if config.num_layers == LARGEST_LAYERS:
-        return float((config.hidden_size // config.num_heads) ** -0.5)
-    return usual_scale(config)
+def windows_from_gguf(values: Reading) -> Any:
+    """Older files do not say that every second layer has a window."""
+    return GGUF_WINDOWS.read(values) or tuple(None if layer % 2 else WINDOW for layer in values.layers)
 
 
 FAMILY = Family(
     name="gemma2",
+    network={"post_norms": True},
+    fields=(
+        ACTIVATION,
+        EMBEDDING_SCALE,
+        scores(
+            Form(
+                lambda v: v.header.number(".attention.scale", 0.0) or gguf_scale(v),
+                lambda v: scale_entry(v, gguf_scale(v)),
+            )
+        ),
+        Field("layers.window", hf=BY_TYPE, gguf=Form(windows_from_gguf, GGUF_WINDOWS.write)),
+        Field("attention_softcap", gguf=Key("attn_logit_softcapping", default=50.0, optional=False)),
+        Field("logit_softcap", gguf=Key("final_logit_softcapping", default=30.0, optional=False)),
+    ),
+    window_period=2,
     hf_types=("gemma2",),
     hf_class="Gemma2ForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"hidden_activation": TANH, "query_pre_attn_scalar": 256, "sliding_window": WINDOW,
+                 "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
+    hf_always=("attn_logit_softcapping", "final_logit_softcapping"),
     hf_names=HF_NAMES,
     norm_offset=NORM_OFFSET,
     gguf_architectures=("gemma2",),
-    written_as="gemma2",
-    config_from_gguf=config_from_gguf,
-    gguf_activation="gelu_tanh",
-    gguf_window_period=WINDOW_PERIOD,
-    gguf_scale=gguf_scale,
-)
+    gguf_implied={"activation": "gelu_tanh"},
+)  # fmt: skip

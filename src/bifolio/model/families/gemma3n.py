@@ -6,199 +6,107 @@ The last layers read the keys and values of earlier ones. Norms have no offset, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from bifolio.config import LayerInputConfig, ModelConfig, RopeConfig, StreamConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.model.description import Reading, Writing
 from bifolio.model.export import JoinedRows, NamedTensor
 from bifolio.model.families.family import Family
-from bifolio.model.families.gemma3 import HF_NAMES
-from bifolio.model.families.gemma4 import kv_sources, num_shared
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, matrix_rows
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.huggingface.decoder_config import (
-    Raw,
-    decoder_from_hf,
-    decoder_to_hf,
-    largest_window,
-    layer_types,
-    read_activation,
-    windows_by_type,
-    write_activation,
-    written_layer_types,
+from bifolio.model.families.gemma3 import ACTIVATION, EMBEDDING_SCALE, HF_NAMES, TANH
+from bifolio.model.families.gemma4 import (
+    INPUT_ROWS,
+    MLP_SIZES,
+    SHARED,
+    WIDTH,
+    mlp_sizes,
+    pattern_to_gguf,
+    shared_layers,
+    where_different,
 )
+from bifolio.model.fields import REQUIRED, Field, Form, Key
+from bifolio.model.gguf.rope_fields import local_rope, read_rope, rope_entries
+from bifolio.model.huggingface.rope_fields import BY_KIND
 from bifolio.model.stream_tensors import GGUF_LAYER_INPUTS, HF_LAYER_INPUTS, StreamNames
 from bifolio.model.tensor_names import GGUF_LLAMA
+from bifolio.model.window_fields import BY_TYPE, GGUF_WINDOWS
 from bifolio.quant.tensor import QuantizedTensor
 
-WINDOW_PERIOD = 5
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of models that do not say it
 FILE_SHARED_FROM = 20  # layers with keys and values of their own in GGUF files that do not say it
-DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "sliding_window": 512,
-            "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-            "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64, "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-            "bos_token_id": 2, "eos_token_id": 1}  # fmt: skip
+SPARSE = "activation_sparsity_pattern"
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    if isinstance(raw.get("text_config"), Mapping):
-        raw = raw["text_config"]  # a model of text, images and sounds
-    raw = {**DEFAULTS, **raw}
-    count, width = int(raw["num_hidden_layers"]), raw["intermediate_size"]
-    widths = tuple(int(size) for size in width) if isinstance(width, list | tuple) else (int(width),) * count
-    raw = {**raw, "intermediate_size": widths[0], "layer_types": layer_types(raw, WINDOW_PERIOD)}
-    return decoder_from_hf(
-        raw,
-        name,
-        activation=read_activation(raw["hidden_activation"]),
-        attention_scale=1.0,
-        qk_norm=True,
-        value_norm=True,
-        post_norms=True,
-        embedding_scale=math.sqrt(int(raw["hidden_size"])),
-        layer_window=windows_by_type(raw),
-        layer_mlp_size=widths if len(set(widths)) > 1 else (),
-        layer_cutoff=_cutoffs(raw, count),
-        kv_sources=kv_sources(raw["layer_types"], int(raw["num_kv_shared_layers"])),
-        layer_inputs=LayerInputConfig(int(raw["hidden_size_per_layer_input"]), int(raw["vocab_size_per_layer_input"])),
-        streams=StreamConfig(
-            count=int(raw["altup_num_inputs"]),
-            active=int(raw.get("altup_active_idx") or 0),
-            low_rank=int(raw["laurel_rank"]),
-            scales_output=bool(raw.get("altup_correct_scale", True)),
-        ),
-    )
+# -- layers -----------------------------------------------------------------------------------------------------------
+def widths_from_hf(values: Reading) -> tuple[int, ...]:
+    if not isinstance(values.json.get(WIDTH), list | tuple):
+        return (values.json.count(WIDTH),) * len(values.layers)
+    return of_each_layer(values, values.json.counts(WIDTH), WIDTH)
 
 
-def _cutoffs(raw: Raw, count: int) -> tuple[float | None, ...]:
+def of_each_layer(values: Reading, found: tuple[Any, ...], key: str) -> tuple[Any, ...]:
+    if len(found) != len(values.layers):
+        raise values.json.wrong(key, f"a list for {len(values.layers)} layers, not for {len(found)},")
+    return found
+
+
+def cutoffs_from_hf(values: Reading) -> tuple[float | None, ...]:
     """The cutoff of a share of zeros, in standard deviations of normally distributed gates."""
-    shares = raw.get("activation_sparsity_pattern")
+    shares: Any = values.json.get(SPARSE)
     if shares is None:
-        return _usual_cutoffs(count)
-    if isinstance(shares, int | float):
-        shares = [shares] * count
-    found = tuple(None if not share else round(NormalDist().inv_cdf(float(share)), 7) for share in shares)
-    return found if any(cutoff is not None for cutoff in found) else ()
+        return usual_cutoffs(values)
+    if not isinstance(shares, list | tuple):
+        shares = [values.json.number(SPARSE)] * len(values.layers)
+    shares = of_each_layer(values, values.json.with_values({SPARSE: shares}).numbers(SPARSE), SPARSE)
+    if not all(0 <= share < 1 for share in shares):
+        raise values.json.wrong(SPARSE, "a list of numbers from 0 to 1")
+    return tuple(None if not share else round(NormalDist().inv_cdf(share), 7) for share in shares)
 
 
-def _usual_cutoffs(count: int) -> tuple[float | None, ...]:
+def usual_cutoffs(values: Reading) -> tuple[float | None, ...]:
     """Those of models that do not say it: sparse gates in the first layers."""
-    if count <= SPARSE_LAYERS:
+    if len(values.layers) <= SPARSE_LAYERS:
         return ()
-    return (round(NormalDist().inv_cdf(SPARSITY), 7),) * SPARSE_LAYERS + (None,) * (count - SPARSE_LAYERS)
+    cutoff = round(NormalDist().inv_cdf(SPARSITY), 7)
+    return tuple(cutoff if layer < SPARSE_LAYERS else None for layer in values.layers)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    inputs, streams = config.layer_inputs, config.streams
-    if inputs is None or streams is None:
-        raise UnsupportedModelError("a model of this family has parallel streams and inputs of each layer")
-    layers = range(config.num_layers)
-    written = decoder_to_hf(config)
-    del written["rope_theta"], written["rope_scaling"], written["hidden_act"]
-    return {
-        **written,
-        "intermediate_size": [config.mlp_size(layer) for layer in layers],
-        "hidden_activation": write_activation(config, "gelu_pytorch_tanh"),
-        "sliding_window": largest_window(config),
-        "layer_types": written_layer_types(config),
-        "attention_bias": config.qkv_bias,
-        "num_kv_shared_layers": num_shared(config),
-        "final_logit_softcapping": config.logit_softcap or None,
-        "hidden_size_per_layer_input": inputs.size,
-        "vocab_size_per_layer_input": inputs.vocab_size,
-        "altup_num_inputs": streams.count,
-        "altup_active_idx": streams.active,
-        "altup_correct_scale": streams.scales_output,
-        "laurel_rank": streams.low_rank,
-        "activation_sparsity_pattern": [_share(config.cutoff(layer)) for layer in layers],
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": config.ropes[0].theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": config.ropes[-1].theta},
-        },
-    }
+def cutoffs_from_gguf(values: Reading) -> tuple[float | None, ...]:
+    found = values.header.array(".activation_sparsity_scale")
+    if found is None or len(found) != len(values.layers):
+        return usual_cutoffs(values)
+    return tuple(round(float(value), 7) if math.isfinite(value) else None for value in found.tolist())
 
 
-def _share(cutoff: float | None) -> float:
+def cutoffs_to_gguf(values: Writing) -> dict[str, Any]:
+    cutoffs = [-math.inf if cutoff is None else cutoff for cutoff in values["layers.cutoff"]]
+    return {"activation_sparsity_scale": np.array(cutoffs, np.float32)}
+
+
+def share(cutoff: float | None) -> float:
     return 0.0 if cutoff is None else round(NormalDist().cdf(cutoff), 6)
 
 
-# -- GGUF files -------------------------------------------------------------------------------------------------------
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    count = metadata.count(".block_count")
-    widths = metadata.by_layer(".feed_forward_length", count)
-    low_rank = file.entries.get("blk.0.laurel_l.weight")
-    if low_rank is None:
-        raise metadata.fail("the tensor 'blk.0.laurel_l.weight' is missing: fetch the whole model again")
-    config = decoder_from_gguf(
-        file,
-        metadata.with_values({".feed_forward_length": widths[0]}),
-        name,
-        window_period=WINDOW_PERIOD,
-        activation="gelu_tanh",
-        attention_scale=1.0,
-        logit_softcap=metadata.number(".final_logit_softcapping", 30.0),
-        qk_norm=True,
-        value_norm=True,
-        post_norms=True,
-        embedding_scale=math.sqrt(metadata.count(".embedding_length")),
-        layer_mlp_size=widths if len(set(widths)) > 1 else (),
-        layer_cutoff=_read_cutoffs(metadata, count),
-        layer_inputs=LayerInputConfig(
-            metadata.count(".embedding_length_per_layer_input", 256), matrix_rows(file, "per_layer_token_embd.weight")
-        ),
-        streams=StreamConfig(
-            count=metadata.count(".altup.num_inputs", 4),
-            active=metadata.count(".altup.active_idx", 0),
-            low_rank=low_rank.shape[0],
-        ),
-    )
-    rope = config.ropes[0]
-    local = RopeConfig(metadata.number(".rope.freq_base_swa", 10000.0), rope.rotary_dim)
-    shared = metadata.count(".attention.shared_kv_layers", max(0, count - FILE_SHARED_FROM))
-    return replace(
-        config,
-        ropes=(rope, local),
-        layer_rope=tuple(int(config.window(layer) is not None) for layer in range(count)),
-        kv_sources=kv_sources(written_layer_types(config), shared),
-    )
+def ropes_from_gguf(values: Reading) -> tuple[RopeConfig, ...]:
+    rope = read_rope(values)
+    return rope, local_rope(values, rope.rotary_dim)
 
 
-def _read_cutoffs(metadata: Metadata, count: int) -> tuple[float | None, ...]:
-    values = metadata.array(".activation_sparsity_scale")
-    if values is None or len(values) != count:
-        return _usual_cutoffs(count)
-    found = tuple(round(float(value), 7) if math.isfinite(value) else None for value in values.tolist())
-    return found if any(cutoff is not None for cutoff in found) else ()
+def shared_from_gguf(values: Reading) -> int:
+    return values.header.count(".attention.shared_kv_layers", max(0, len(values.layers) - FILE_SHARED_FROM))
 
 
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    inputs, streams, layers = config.layer_inputs, config.streams, range(config.num_layers)
-    if inputs is None or streams is None:
-        raise UnsupportedModelError("a model of this family has parallel streams and inputs of each layer")
-    if not streams.scales_output:
-        raise UnsupportedModelError("GGUF cannot describe a model whose corrected streams are not scaled")
-    cutoffs = [-math.inf if (cutoff := config.cutoff(layer)) is None else cutoff for layer in layers]
-    entries: dict[str, Value] = {
-        "altup.active_idx": streams.active,
-        "altup.num_inputs": streams.count,
-        "embedding_length_per_layer_input": inputs.size,
-        "attention.shared_kv_layers": num_shared(config),
-        "attention.sliding_window_pattern": np.array([config.window(layer) is not None for layer in layers]),
-        "activation_sparsity_scale": np.array(cutoffs, np.float32),
-    }
-    if config.layer_mlp_size:
-        entries["feed_forward_length"] = np.array(config.layer_mlp_size, np.int32)
-    return entries
+def check_scale(values: Writing) -> dict[str, Any]:
+    if not values["streams.scales_output"]:
+        raise values.refusal("corrected streams that are not scaled")
+    return {}
 
 
+# -- tensors ----------------------------------------------------------------------------------------------------------
 def with_unused_keys(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:
     """Add zeros for the keys and values of layers that read those of others: other programs expect the tensors."""
     zeros = QuantizedTensor.from_array(np.zeros((config.kv_size, config.hidden_size), np.float32))
@@ -225,10 +133,43 @@ def padded_table(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterato
 
 FAMILY = Family(
     name="gemma3n",
+    network={"attention_scale": 1.0, "qk_norm": True, "value_norm": True, "post_norms": True},
+    fields=(
+        ACTIVATION,
+        EMBEDDING_SCALE,
+        *MLP_SIZES,
+        Field("logit_softcap", gguf=Key("final_logit_softcapping", default=30.0, optional=False)),
+        Field("layers.window", hf=BY_TYPE, gguf=Form(GGUF_WINDOWS.read, pattern_to_gguf)),
+        Field("ropes", hf=BY_KIND, gguf=Form(ropes_from_gguf, rope_entries)),
+        Field("intermediate_size", hf=Form(lambda v: widths_from_hf(v)[0], lambda v: {WIDTH: mlp_sizes(v)})),
+        Field("layers.mlp_size", hf=Form(lambda v: where_different(widths_from_hf(v)))),
+        Field(
+            "layers.cutoff",
+            hf=Form(cutoffs_from_hf, lambda v: {SPARSE: [share(cutoff) for cutoff in v["layers.cutoff"]]}),
+            gguf=Form(cutoffs_from_gguf, cutoffs_to_gguf),
+        ),
+        shared_layers(lambda v: v.json.count(SHARED, 0, least=0), shared_from_gguf),
+        Field(
+            "layer_inputs.size",
+            hf="hidden_size_per_layer_input",
+            gguf=Key("embedding_length_per_layer_input", default=256),
+            default=REQUIRED,
+        ),
+        INPUT_ROWS,
+        Field("streams.count", hf="altup_num_inputs", gguf=Key("altup.num_inputs", default=4), default=REQUIRED),
+        Field("streams.active", hf="altup_active_idx", gguf="altup.active_idx"),
+        Field("streams.low_rank", hf="laurel_rank", gguf=Form(lambda v: v.header.shape("blk.0.laurel_l.weight")[0])),
+        Field("streams.scales_output", hf="altup_correct_scale", gguf=Form(lambda v: True, check_scale)),
+    ),
+    window_period=5,
     hf_types=("gemma3n_text", "gemma3n"),
     hf_class="Gemma3nForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"hidden_activation": TANH, "head_dim": 256, "sliding_window": 512, "final_logit_softcapping": 30.0,
+                 "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "altup_num_inputs": 4,
+                 SHARED: 15, "laurel_rank": 64, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+                 "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1},
+    hf_always=("attention_bias", "final_logit_softcapping"),
+    hf_text_part=True,
     hf_names=replace(
         HF_NAMES,
         layer_inputs=HF_LAYER_INPUTS,
@@ -246,8 +187,7 @@ FAMILY = Family(
         ),
     ),
     gguf_architectures=("gemma3n",),
-    written_as="gemma3n",
-    config_from_gguf=config_from_gguf,
+    gguf_implied={"activation": "gelu_tanh"},
     gguf_names=replace(
         GGUF_LLAMA,
         layer_inputs=GGUF_LAYER_INPUTS,
@@ -265,7 +205,4 @@ FAMILY = Family(
         ),
     ),
     gguf_tensors=padded_table,
-    gguf_activation="gelu_tanh",
-    gguf_entries=gguf_entries,
-    gguf_scale=lambda config: 1.0,
-)
+)  # fmt: skip

@@ -1,34 +1,25 @@
-"""GLM-4-9B of 2024: GLM-4 without norms on the outputs of attention and MLP. GGUF files call it `chatglm`."""
+"""GLM-4-9B of 2024: joint gate and up, rope on pairs in half of each head. GGUF files call it `chatglm`."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from bifolio.config import ModelConfig
-from bifolio.model.families import glm4
 from bifolio.model.families.family import Family
-from bifolio.model.model_file import TensorSource
-from bifolio.model.stored_form import joined_heads
-
-JOINED = "attn_qkv"
-
-
-def gguf_source(source: TensorSource, config: ModelConfig) -> TensorSource:
-    """Files that were converted from the first folders have queries, keys and values in one matrix."""
-    if not source.has(f"blk.0.{JOINED}.weight"):
-        return source
-    return joined_heads(config, JOINED, glm4.GGUF_NAMES.qkv).source(source)
-
+from bifolio.model.stored_form import either_qkv
+from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
 FAMILY = Family(
     name="glm",
     hf_types=("glm",),
     hf_class="GlmForCausalLM",
-    config_from_hf=glm4.half_rotated_from_hf,
-    config_to_hf=glm4.config_to_hf,
-    hf_names=glm4.HF_NAMES,
+    hf_defaults={"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+                 "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5,
+                 "eos_token_id": [151329, 151336, 151338]},
+    hf_implied={"output_bias": False, "mlp_bias": False, "layers.window": ()},
+    hf_always=("attention_bias", "partial_rotary_factor"),
+    hf_written={"pad_token_id": None},
+    hf_names=replace(HF_LLAMA, up=("mlp.gate_up_proj",)),
     hf_interleaved=True,
     gguf_architectures=("chatglm",),
-    written_as="chatglm",
-    gguf_names=glm4.GGUF_NAMES,
-    gguf_source=gguf_source,
+    gguf_names=replace(GGUF_LLAMA, up=("ffn_up",)),
+    gguf_source=either_qkv,
     gguf_interleaved=True,
-)
+)  # fmt: skip

@@ -8,89 +8,33 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig, MoeConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.model.description import Reading, Writing
+from bifolio.model.expert_fields import ADD_UP, EXPERTS, LOCAL_EXPERTS, WIDE
 from bifolio.model.export import NamedTensor
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.huggingface.decoder_config import (
-    Raw,
-    decoder_from_hf,
-    decoder_to_hf,
-    expert_count,
-    largest_window,
-    windows_by_type,
-    written_layer_types,
-)
+from bifolio.model.fields import Field, Form
+from bifolio.model.gguf.rope_fields import read_rope, rope_entries
+from bifolio.model.huggingface.rope_fields import PARAMETERS, read_ropes, rope_object
 from bifolio.model.model_file import TensorSource
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
+from bifolio.model.window_fields import BY_TYPE
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-WINDOW_PERIOD = 2
-EXPERTS = "mlp.experts."
-GATE, UP, DOWN = f"{EXPERTS}gate_proj", f"{EXPERTS}up_proj", f"{EXPERTS}down_proj"
-BOTH = f"{EXPERTS}gate_up_proj"  # of folders: gate and up, row by row in turns
+ACTIVATION = "swiglu_clamped"
+GATE, UP, DOWN = (f"mlp.experts.{name}_proj" for name in ("gate", "up", "down"))
+BOTH = "mlp.experts.gate_up_proj"  # of folders: gate and up, row by row in turns
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    moe = MoeConfig(
-        num_experts=expert_count(raw),
-        top_k=int(raw.get("num_experts_per_tok") or raw["experts_per_token"]),
-        expert_size=int(raw["intermediate_size"]),
-        renormalise=True,
-        router_bias=True,
-        expert_bias=True,
-    )
-    types = raw.get("layer_types") or ["sliding_attention", "full_attention"] * int(raw["num_hidden_layers"])
-    windows = windows_by_type({**raw, "layer_types": types[: int(raw["num_hidden_layers"])]})
-    return decoder_from_hf(
-        {**raw, "attention_bias": raw.get("attention_bias", True)},
-        name,
-        activation="swiglu_clamped",
-        layer_window=windows,
-        moe=moe,
-        sinks=True,
-    )
+def ropes_from_gguf(values: Reading) -> tuple[RopeConfig, ...]:
+    return (replace(read_rope(values), truncate=False),)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    experts = {} if moe is None else {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
-    fields = decoder_to_hf(replace(config, activation="silu"))
-    rope = fields.pop("rope_scaling") or {"rope_type": "default"}  # transformers takes yarn where none is given
-    theta = fields.pop("rope_theta")
-    return {
-        **fields,
-        "rope_parameters": {"rope_theta": theta, **rope},
-        "attention_bias": config.qkv_bias,
-        "sliding_window": largest_window(config),
-        "layer_types": written_layer_types(config),
-        **experts,
-    }
-
-
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    config = decoder_from_gguf(
-        file,
-        metadata,
-        name,
-        window_period=WINDOW_PERIOD,
-        activation="swiglu_clamped",
-        moe=experts_from_gguf(file, metadata, renormalise=True, scoring="softmax"),
-        sinks=True,
-    )
-    return replace(config, ropes=tuple(replace(rope, truncate=False) for rope in config.ropes))
-
-
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    if any(rope.scaling == "yarn" and rope.truncate for rope in config.ropes):
-        raise UnsupportedModelError(
-            "GGUF cannot describe a gpt-oss model whose yarn begins and ends at whole dimensions"
-        )
-    return {}
+def ropes_to_gguf(values: Writing) -> dict[str, Any]:
+    if any(rope.scaling == "yarn" and rope.truncate for rope in values.config.ropes):
+        raise values.refusal("yarn that begins and ends at whole dimensions")
+    return rope_entries(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +106,32 @@ def experts_in_turns(tensors: Iterator[NamedTensor], config: ModelConfig) -> Ite
 
 FAMILY = Family(
     name="gptoss",
+    network={"sinks": True},
+    fields=(
+        *EXPERTS,
+        LOCAL_EXPERTS,
+        WIDE,
+        ADD_UP,
+        Field("moe.top_k", hf=("num_experts_per_tok", "experts_per_token")),
+        Field("moe.scoring", gguf=Form(lambda v: "softmax", lambda v: {"expert_gating_func": 1})),
+        Field("activation", hf=Form(lambda v: ACTIVATION, lambda v: {"hidden_act": "silu"})),
+        Field("layers.window", hf=BY_TYPE),
+        Field(
+            "ropes",
+            hf=Form(read_ropes, lambda v: {PARAMETERS: rope_object(v.config.ropes[0])}),
+            gguf=Form(ropes_from_gguf, ropes_to_gguf),
+        ),
+    ),
+    window_period=2,
     hf_types=("gpt_oss",),
     hf_class="GptOssForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"attention_bias": True},
+    hf_implied={"moe.router_bias": True, "moe.expert_bias": True},
+    hf_always=("attention_bias",),
     hf_names=replace(HF_LLAMA, router="mlp.router", expert_up=(GATE, UP), expert_down=DOWN),
     folder_source=ExpertsByRole,
     folder_tensors=experts_in_turns,
     gguf_architectures=("gpt-oss",),
-    written_as="gpt-oss",
-    config_from_gguf=config_from_gguf,
+    gguf_implied={"activation": ACTIVATION},
     gguf_names=replace(GGUF_LLAMA, mlp_norm="post_attention_norm"),
-    gguf_entries=gguf_entries,
-    gguf_activation="swiglu_clamped",
-    gguf_window_period=WINDOW_PERIOD,
 )

@@ -8,146 +8,64 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig
+from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
+from bifolio.model.description import Reading, Writing
+from bifolio.model.expert_fields import ADD_UP, EXPERTS, WIDE
 from bifolio.model.families.family import Family
+from bifolio.model.families.granite import SCALES
 from bifolio.model.families.granitemoe import HF_NAMES
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf, in_any_layer
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.gguf.recurrent_entries import (
-    attention_entries,
-    attention_layers,
-    recurrent_entries,
-    recurrent_from_gguf,
-)
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, kinds_of_layers
-from bifolio.model.recurrent_tensors import RecurrentNames
+from bifolio.model.fields import Field, Form, Key
+from bifolio.model.gguf.rope_fields import read_rope, rope_entries
+from bifolio.model.huggingface.rope_fields import read_ropes, written_ropes
+from bifolio.model.recurrent_fields import EITHER, GGUF_MAMBA, HEADS_BY_LAYER, MAMBA, mamba_names
 from bifolio.model.tensor_names import GGUF_LLAMA
+from bifolio.model.window_fields import TYPES, named_kinds
 
 ATTENTION = ("attention", "full_attention")  # as old and new folders name it
-NO_LIMITS = (0.0, float("inf"))
-GGUF_MAMBA = RecurrentNames(
-    (("ssm_in", 5),),
-    conv="ssm_conv1d",
-    output="ssm_out",
-    decay="ssm_a",
-    bias="ssm_dt.bias",
-    skip="ssm_d",
-    norm="ssm_norm",
-    column_vectors=True,
-    grouped_norm=True,
+SIZE, SHARED, POSITIONS = "intermediate_size", "shared_intermediate_size", "position_embedding_type"
+FINETUNED = "rope.scaling.finetuned"  # in GGUF files: there is rope
+LAYERS = (*MAMBA, *HEADS_BY_LAYER, EITHER)
+ROPES = Field(
+    "ropes",
+    gguf=Form(
+        lambda v: (read_rope(v),) if v.header.flag(f".{FINETUNED}", True) else (),
+        lambda v: {**rope_entries(v), FINETUNED: bool(v.config.ropes)},
+    ),
 )
 
 
-def mamba_names(prefix: str) -> RecurrentNames:
-    """The names in folders."""
-    return RecurrentNames(
-        ((f"{prefix}.in_proj", 5),),
-        conv=f"{prefix}.conv1d",
-        output=f"{prefix}.out_proj",
-        decay=f"{prefix}.A_log",
-        bias=f"{prefix}.dt_bias",
-        skip=f"{prefix}.D",
-        norm=f"{prefix}.norm",
-        conv_axis=True,
-        decay_log=True,
-    )
+def attention_layers(values: Reading) -> tuple[bool, ...]:
+    key = next((key for key in (TYPES, "layers_block_type") if values.json.get(key)), None)
+    return tuple(kind in ATTENTION for kind in named_kinds(values, key)) if key else (False,) * len(values.layers)
 
 
-def dt_limits(raw: Raw) -> tuple[float, float]:
-    limits = raw.get("time_step_limit")
-    if limits is None:
-        return NO_LIMITS
-    low, high = (float(end["__float__"] if isinstance(end, dict) else end) for end in limits)
-    return low, high
+def written_kinds(values: Writing) -> dict[str, list[str]]:
+    return {TYPES: ["attention" if attends else "mamba" for attends in values["layers.attention"]]}
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    layers = range(int(raw["num_hidden_layers"]))
-    kinds = kinds_of_layers(raw, raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers))
-    attention = tuple(layer for layer in layers if kinds[layer] in ATTENTION)
-    shared, moe = int(raw.get("shared_intermediate_size", 1024)), None
-    if raw.get("num_local_experts"):
-        moe = MoeConfig(
-            num_experts=int(raw["num_local_experts"]),
-            top_k=int(raw["num_experts_per_tok"]),
-            expert_size=int(raw["intermediate_size"]),
-            renormalise=True,
-            shared_size=shared,
-        )
-    sizes = {} if moe is not None else {"intermediate_size": shared}
-    positions: dict[str, Any] = {} if raw.get("position_embedding_type") == "rope" else {"ropes": ()}
-    mamba = tuple(layer for layer in layers if layer not in attention)
-    if not mamba and positions:
+def ropes(values: Reading) -> tuple[RopeConfig, ...]:
+    if values.json.text(POSITIONS, "") == "rope":
+        return read_ropes(values)
+    if not values["recurrent.kind"]:
         raise UnsupportedModelError("a Granite model without recurrent layers and without positions is not supported")
-    return decoder_from_hf(
-        {**raw, **sizes},
-        name,
-        embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
-        residual_scale=float(raw.get("residual_multiplier", 1.0)),
-        attention_scale=float(raw.get("attention_multiplier", 1.0)),
-        logit_scale=1 / float(raw.get("logits_scaling", 1.0)),
-        recurrent=mamba_from_hf(raw, mamba, attention) if mamba else None,
-        moe=moe,
-        **positions,
-    )
+    return ()
 
 
-def mamba_from_hf(raw: Raw, layers: tuple[int, ...], attention: tuple[int, ...]) -> RecurrentConfig:
-    inner, heads = int(raw.get("mamba_expand", 2)) * int(raw["hidden_size"]), int(raw.get("mamba_n_heads", 128))
-    groups, state = int(raw.get("mamba_n_groups", 1)), int(raw.get("mamba_d_state", 256))
-    return RecurrentConfig(
-        "mamba",
-        layers=layers,
-        attention_layers=attention,
-        width=int(raw.get("mamba_d_conv", 4)),
-        channels=inner + 2 * groups * state,
-        heads=heads,
-        groups=groups,
-        key_size=state,
-        value_size=inner // heads,
-        conv_bias=bool(raw.get("mamba_conv_bias", True)),
-        projection_bias=bool(raw.get("mamba_proj_bias", False)),
-        norm_first=False,
-        norm_groups=groups,
-        dt_limits=dt_limits(raw),
-    )
+def mlp_size(values: Reading) -> int:
+    """The width of the MLPs or of the experts."""
+    return values.json.count(SIZE) if values["moe.num_experts"] else values.json.count(SHARED, 1024)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    own, moe = config.recurrent, config.moe
-    layers = range(config.num_layers)
-    fields = {
-        **decoder_to_hf(config),
-        "attention_bias": config.qkv_bias,
-        "embedding_multiplier": config.embedding_scale,
-        "residual_multiplier": config.residual_scale,
-        "attention_multiplier": config.scale,
-        "logits_scaling": 1 / config.logit_scale,
-        "position_embedding_type": "rope" if config.ropes else None,
-        "layer_types": ["attention" if layer in config.attention_layers else "mamba" for layer in layers],
-        "num_local_experts": 0 if moe is None else moe.num_experts,
-        "num_experts_per_tok": 0 if moe is None else moe.top_k,
-        "intermediate_size": config.intermediate_size if moe is None else moe.expert_size,
-        "shared_intermediate_size": config.intermediate_size if moe is None else moe.shared_size,
-    }
-    return fields if own is None else fields | mamba_to_hf(config, own)
+def write_sizes(values: Writing) -> dict[str, int]:
+    size, moe = values[SIZE], values.config.moe
+    return {SIZE: size if moe is None else moe.expert_size, SHARED: size if moe is None else moe.shared_size}
 
 
-def mamba_to_hf(config: ModelConfig, own: RecurrentConfig) -> dict[str, Any]:
-    return {
-        "mamba_expand": own.inner_size // config.hidden_size,
-        "mamba_n_heads": own.heads,
-        "mamba_d_head": own.value_size,
-        "mamba_n_groups": own.groups,
-        "mamba_d_state": own.key_size,
-        "mamba_d_conv": own.width,
-        "mamba_conv_bias": own.conv_bias,
-        "mamba_proj_bias": own.projection_bias,
-        **({} if own.dt_limits == NO_LIMITS else {"time_step_limit": list(own.dt_limits)}),
-    }
+def write_experts(values: Writing) -> dict[str, Any]:
+    moe = values.config.moe
+    count, chosen = (0, 0) if moe is None else (moe.num_experts, moe.top_k)
+    return {"num_local_experts": count, "num_experts_per_tok": chosen}
 
 
 def folder_family(config: ModelConfig) -> str:
@@ -155,66 +73,29 @@ def folder_family(config: ModelConfig) -> str:
     return "bamba" if any(rope.rotary_dim < config.head_dim for rope in config.ropes) else config.architecture
 
 
-# -- GGUF files -------------------------------------------------------------------------------------------------------
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    count = metadata.count(".block_count")
-    attention = attention_layers(metadata, count)
-    recurrent = mamba_from_gguf(file, metadata, [layer for layer in range(count) if layer not in attention], attention)
-    positions: dict[str, Any] = {} if metadata.flag(".rope.scaling.finetuned", True) else {"ropes": ()}
-    moe = experts_from_gguf(file, metadata, renormalise=True)
-    return decoder_from_gguf(
-        file,
-        metadata.without_zeros(".attention.head_count_kv"),
-        name,
-        recurrent=recurrent,
-        moe=moe,
-        embedding_scale=metadata.number(".embedding_scale", 1.0) or 1.0,
-        residual_scale=metadata.number(".residual_scale", 1.0) or 1.0,
-        logit_scale=1 / (metadata.number(".logit_scale", 1.0) or 1.0),
-        **positions,
-    )
-
-
-def mamba_from_gguf(
-    file: GgufFile, metadata: Metadata, layers: list[int], attention: list[int], **overrides: Any
-) -> RecurrentConfig:
-    """Mamba-2 as files of every architecture describe it: the gate comes before a norm of each group."""
-    count = metadata.count(".block_count")
-    fields: dict[str, Any] = {
-        "conv_bias": in_any_layer(file, count, "ssm_conv1d.bias"),
-        "has_norm": in_any_layer(file, count, "ssm_norm.weight"),
-        "norm_first": False,
-        "norm_groups": metadata.count(".ssm.group_count"),
-    }
-    return recurrent_from_gguf(metadata, "mamba", layers, attention, **{**fields, **overrides})
-
-
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    return {
-        "embedding_scale": config.embedding_scale,
-        "residual_scale": config.residual_scale,
-        "logit_scale": 1 / config.logit_scale,
-        "rope.scaling.finetuned": bool(config.ropes),
-        **attention_entries(config),
-        **mamba_entries(config),
-    }
-
-
-def mamba_entries(config: ModelConfig) -> dict[str, Value]:
-    own = config.recurrent
-    if own is not None and not own.conv_bias:
-        raise UnsupportedModelError("GGUF cannot describe Mamba layers whose convolution has no bias")
-    if own is not None and own.has_norm and (own.norm_first or own.norm_groups != own.groups):
-        raise UnsupportedModelError("GGUF describes Mamba layers only with a norm of each group behind the gate")
-    return recurrent_entries(config)
-
-
 FAMILY = Family(
     name="granitehybrid",
+    fields=(
+        *SCALES,
+        *EXPERTS,
+        WIDE,
+        ADD_UP,
+        *LAYERS,
+        ROPES,
+        Field("ropes", hf=Form(ropes, lambda v: {**written_ropes(v), POSITIONS: "rope" if v.config.ropes else None})),
+        Field("layers.attention", hf=Form(attention_layers, written_kinds)),
+        Field("recurrent.kind", hf=Form(lambda v: "mamba" if any(v["layers.recurrent"]) else "")),
+        Field("intermediate_size", hf=Form(mlp_size, write_sizes)),
+        Field(
+            "moe.num_experts",
+            hf=Form(lambda v: v.json.count("num_local_experts", 0, least=0), write_experts),
+            gguf=Key("expert_count", default=0),
+        ),
+        Field("moe.shared_size", hf=Form(lambda v: v.json.count(SHARED, 1024))),
+    ),
     hf_types=("granitemoehybrid",),
     hf_class="GraniteMoeHybridForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_always=("attention_bias",),
     hf_names=replace(
         HF_NAMES,
         up=HF_NAMES.shared_up,
@@ -223,9 +104,6 @@ FAMILY = Family(
     ),
     folder_family=folder_family,
     gguf_architectures=("granitehybrid",),
-    written_as="granitehybrid",
-    config_from_gguf=config_from_gguf,
     gguf_names=replace(GGUF_LLAMA, recurrent=GGUF_MAMBA),
     gguf_interleaved=True,
-    gguf_entries=gguf_entries,
 )

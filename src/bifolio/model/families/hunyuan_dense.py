@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-from bifolio.config import ModelConfig
+from bifolio.config import RopeConfig
+from bifolio.model.description import Reading
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.fields import Field, Form
+from bifolio.model.huggingface import rope_fields
 from bifolio.model.tensor_names import HF_LLAMA
 
-NETWORK: dict[str, Any] = {"qk_norm": True, "qk_norm_after_rope": True}
+NETWORK = {"qk_norm": True, "qk_norm_after_rope": True}
 HF_NAMES = replace(HF_LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    raw = {"rms_norm_eps": 1e-5, **raw}
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    alpha = parameters.get("alpha")
+def read_ropes(values: Reading) -> tuple[RopeConfig, ...]:
+    own, dim = rope_fields.rope_parameters(values), values["head_dim"]
+    alpha = own.number("alpha", 0.0)
     if not alpha:
-        return decoder_from_hf(raw, name, **NETWORK)
-    plain = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
-    config = decoder_from_hf(plain, name, **NETWORK)
-    dim = config.head_dim
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0) * float(alpha) ** (dim / (dim - 2))
-    return replace(config, ropes=(replace(config.ropes[0], theta=theta),))
+        return rope_fields.read_ropes(values)
+    if not 0 < alpha < 1e9:
+        raise own.wrong("alpha", "a positive number")
+    plain = values.json.object("no parameters").with_defaults({"rope_theta": own.get("rope_theta")})
+    rope = rope_fields.read_rope(values, plain, dim)
+    return (replace(rope, theta=rope.theta * alpha ** (dim / max(dim - 2, 1))),)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {**decoder_to_hf(config), "attention_bias": config.qkv_bias}
-
-
+ROPES = Field("ropes", hf=Form(read_ropes, rope_fields.written_ropes))
 FAMILY = Family(
     name="hunyuan_dense",
+    network=NETWORK,
+    fields=(ROPES,),
     hf_types=("hunyuan_v1_dense",),
     hf_class="HunYuanDenseV1ForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"rms_norm_eps": 1e-5},
+    hf_always=("attention_bias",),
     hf_names=HF_NAMES,
     gguf_architectures=("hunyuan-dense",),
-    written_as="hunyuan-dense",
-    config_from_gguf=partial(decoder_from_gguf, **NETWORK),
 )

@@ -5,66 +5,51 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bifolio.config import ModelConfig, MoeConfig
 from bifolio.errors import UnsupportedModelError
+from bifolio.model.description import Reading
+from bifolio.model.expert_fields import ADD_UP, EXPERTS
 from bifolio.model.families import hunyuan_dense
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile
-from bifolio.model.huggingface.decoder_config import Raw, expert_count
+from bifolio.model.fields import Field, Key
 
-DEFAULTS = {"num_experts": 1, "moe_topk": 1, "bos_token_id": 1, "eos_token_id": 2}
 NEEDED = {"use_cla": False, "use_qk_norm": True, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0,
           "mlp_bias": False, "num_shared_expert": 1}  # fmt: skip
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    raw = {**DEFAULTS, **raw}
-    for field, needed in NEEDED.items():
-        if of_all_layers(raw.get(field, needed), field) != needed:
-            raise UnsupportedModelError(f"Hunyuan with experts is supported with {field} = {needed} only")
-    size = int(of_all_layers(raw["intermediate_size"], "intermediate_size"))
-    if of_all_layers(raw.get("moe_intermediate_size") or size, "moe_intermediate_size") != size:
+def of_all_layers(values: Reading, key: str, default: int | None = None) -> int:
+    """A number that config.json may name once for each layer."""
+    found: Any = values.json.get(key)
+    if not isinstance(found, list) or not found:
+        return values.json.count(key, default)
+    if any(value != found[0] for value in found):
+        raise UnsupportedModelError(f"Hunyuan with different values of {key} by layer is not supported")
+    return values.json.with_values({key: found[0]}).count(key)
+
+
+def mlp_size(values: Reading) -> int:
+    size = of_all_layers(values, "intermediate_size")
+    if of_all_layers(values, "moe_intermediate_size", size) != size:
         raise UnsupportedModelError("Hunyuan with experts of another width than the shared MLP is not supported")
-    moe = MoeConfig(
-        num_experts=expert_count(raw),
-        top_k=int(of_all_layers(raw["moe_topk"], "moe_topk")),
-        expert_size=size,
-        renormalise=True,
-        shared_size=size,
-    )
-    return replace(hunyuan_dense.config_from_hf(raw, name), moe=moe)
-
-
-def of_all_layers(value: Any, field: str) -> Any:
-    """A value that config.json may name once for each layer."""
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        raise UnsupportedModelError(f"Hunyuan with different values of {field} by layer is not supported")
-    return value[0]
-
-
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    if moe is None or not moe.expert_size == moe.shared_size == config.intermediate_size:
-        raise UnsupportedModelError("a folder of this family describes experts as wide as the shared MLP")
-    return {**hunyuan_dense.config_to_hf(config), "num_experts": moe.num_experts, "moe_topk": moe.top_k}
-
-
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    """The architecture implies that the weights of the chosen experts add up to 1."""
-    moe = experts_from_gguf(file, metadata, renormalise=True)
-    return decoder_from_gguf(file, metadata, name, moe=moe, **hunyuan_dense.NETWORK)
+    return size
 
 
 FAMILY = Family(
     name="hunyuan_moe",
+    network=hunyuan_dense.NETWORK,
+    fields=(
+        *EXPERTS,
+        ADD_UP,
+        hunyuan_dense.ROPES,
+        Field("intermediate_size", hf=Key("intermediate_size", reader=mlp_size)),
+        Field("moe.top_k", hf=Key("moe_topk", reader=lambda v: of_all_layers(v, "moe_topk"))),
+        Field("moe.expert_size", hf=None, default=lambda v: v["intermediate_size"]),
+        Field("moe.shared_size", hf=None, default=lambda v: v["intermediate_size"]),
+    ),
     hf_types=("hunyuan_v1_moe",),
     hf_class="HunYuanMoEV1ForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1, "bos_token_id": 1, "eos_token_id": 2},
+    hf_always=("attention_bias",),
+    hf_needed=NEEDED,
     hf_names=replace(
         hunyuan_dense.HF_NAMES,
         router="mlp.gate.wg",
@@ -72,6 +57,4 @@ FAMILY = Family(
         shared_down="mlp.shared_mlp.down_proj",
     ),
     gguf_architectures=("hunyuan-moe",),
-    written_as="hunyuan-moe",
-    config_from_gguf=config_from_gguf,
 )

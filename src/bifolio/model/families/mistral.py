@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bifolio.config import ModelConfig
 from bifolio.model.families.family import Family
-from bifolio.model.huggingface.decoder_config import decoder_to_hf, largest_window
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {**decoder_to_hf(config), "sliding_window": largest_window(config)}
+def folder_family(config: ModelConfig) -> str:
+    """The family whose folders describe a network of the architecture `llama`."""
+    windows = {layer.window for layer in config.layers}
+    family = "llama" if windows == {None} else "ministral" if None in windows else "mistral"
+    return family if config.moe is None else "mixtral"
 
 
 FAMILY = Family(
     name="mistral",
     hf_types=("mistral",),
     hf_class="MistralForCausalLM",
-    config_to_hf=config_to_hf,
+    hf_always=("sliding_window",),
     written_as="llama",
     gguf_interleaved=True,
 )

@@ -8,32 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig
+from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
+from bifolio.model.decoder_fields import activation
+from bifolio.model.description import Reading, Values, Writing
+from bifolio.model.expert_fields import SIGMOID_EXPERTS, scoring_by
 from bifolio.model.families.family import Family
-from bifolio.model.families.granitehybrid import (
-    GGUF_MAMBA,
-    dt_limits,
-    mamba_entries,
-    mamba_from_gguf,
-    mamba_names,
-)
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.gguf.recurrent_entries import attention_entries, attention_layers
-from bifolio.model.huggingface.decoder_config import (
-    Raw,
-    decoder_from_hf,
-    decoder_to_hf,
-    expert_count,
-    read_activation,
-)
+from bifolio.model.fields import REQUIRED, Field, Form, Key
 from bifolio.model.model_file import TensorSource
+from bifolio.model.recurrent_fields import GGUF_MAMBA, HEADS_BY_LAYER, MAMBA, mamba_names, time_step_limits
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 from bifolio.quant.tensor import QuantizedTensor
 
-GROUP_BEST = 2  # experts that rank a group
+BLOCKS = "layers_block_type"
 KINDS = {
     "M": "mamba",
     "linear_attention": "mamba",
@@ -45,126 +32,45 @@ KINDS = {
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    kinds = _layer_kinds(raw)
-    moe = _experts_from_hf(raw, _of_kind(kinds, "mlp")) if "moe" in kinds else None
-    if raw.get("attention_bias"):
-        raise UnsupportedModelError("Nemotron-H with biases in attention is not supported")
-    heads, size = int(raw.get("mamba_num_heads", 128)), int(raw.get("mamba_head_dim", 64))
-    groups = int(raw.get("mamba_n_groups", raw.get("n_groups", 8)))
-    state, bias = int(raw.get("ssm_state_size", 128)), bool(raw.get("use_bias", False))
-    recurrent = RecurrentConfig(
-        "mamba",
-        layers=_of_kind(kinds, "mamba"),
-        attention_layers=_of_kind(kinds, "attention"),
-        mlp_layers=_of_kind(kinds, "mlp", "moe"),
-        width=int(raw.get("mamba_d_conv", raw.get("conv_kernel", 4))),
-        channels=heads * size + 2 * groups * state,
-        heads=heads,
-        groups=groups,
-        key_size=state,
-        value_size=size,
-        conv_bias=bool(raw.get("mamba_conv_bias", raw.get("use_conv_bias", True))),
-        projection_bias=bias,
-        norm_first=False,
-        norm_groups=groups,
-        dt_limits=dt_limits({"time_step_limit": raw.get("mamba_dt_limit", raw.get("time_step_limit"))}),
-    )
-    return decoder_from_hf(
-        {**raw, "num_hidden_layers": len(kinds), "head_dim": raw.get("head_dim") or raw.get("attention_head_dim", 128)},
-        name,
-        norm_eps=float(raw.get("layer_norm_epsilon", raw.get("rms_norm_eps", 1e-5))),
-        activation=read_activation(raw.get("mlp_hidden_act", "relu2")),
-        gated_mlp=False,
-        ropes=(),
-        layer_window=(),
-        recurrent=recurrent,
-        moe=moe,
-    )
-
-
-def _experts_from_hf(raw: Raw, plain: tuple[int, ...]) -> MoeConfig:
-    if raw.get("moe_latent_size") is not None:
-        raise UnsupportedModelError("Nemotron-H with experts over latents (moe_latent_size) is not supported")
-    if raw.get("mlp_bias"):
-        raise UnsupportedModelError("Nemotron-H with biases in its experts is not supported")
-    groups = int(raw.get("n_group") or 1)
-    return MoeConfig(
-        num_experts=expert_count(raw),
-        top_k=int(raw["num_experts_per_tok"]),
-        expert_size=int(raw["moe_intermediate_size"]),
-        scoring="sigmoid",
-        renormalise=bool(raw.get("norm_topk_prob", True)),
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
-        selection_bias=True,
-        num_groups=groups,
-        top_groups=int(raw.get("topk_group") or groups),
-        group_best=GROUP_BEST if groups > 1 else 1,
-        shared_size=int(raw["moe_shared_expert_intermediate_size"]),
-        dense_layers=plain,
-    )
-
-
-def _layer_kinds(raw: Raw) -> list[str]:
+def layer_kinds(values: Reading) -> list[str]:
     """'mamba', 'attention', 'mlp' or 'moe' for every layer."""
-    pattern: Sequence[str] | None = raw.get("layers_block_type") or raw.get("layer_types")
-    pattern = pattern or raw.get("hybrid_override_pattern")
+    json, letters = values.json, "hybrid_override_pattern"
+    key = next((key for key in (BLOCKS, "layer_types") if json.get(key)), None)
+    pattern: Sequence[str] = json.text(letters, "") if key is None else json.texts(key)
     if not pattern:
-        raise UnsupportedModelError("config.json does not say which layers are recurrent: it needs layers_block_type")
+        raise UnsupportedModelError(f"config.json does not say which layers are recurrent: it needs {BLOCKS}")
     kinds = [KINDS.get(kind, kind) for kind in pattern]
     if unknown := set(kinds) - set(KINDS.values()):
         raise UnsupportedModelError(f"layers of the kind {unknown.pop()!r} are not supported in Nemotron-H")
     return kinds
 
 
-def _of_kind(kinds: Sequence[str], *wanted: str) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
+def of_kind(*wanted: str) -> Form:
+    return Form(lambda v: tuple(kind in wanted for kind in layer_kinds(v)))
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    own = config.recurrent
-    if own is None or own.mlp_layers is None:
-        raise UnsupportedModelError("a folder of Nemotron-H describes layers with one part each")
-    fields, layers = decoder_to_hf(config), range(config.num_layers)
-    for name in ("hidden_act", "rms_norm_eps", "num_hidden_layers"):
-        del fields[name]
-
+def write_kinds(values: Writing) -> dict[str, list[str]]:
     def kind(layer: int) -> str:
-        if config.has_mlp(layer):
-            return "moe" if config.has_experts(layer) else "mlp"
-        return "mamba" if layer in own.layers else "attention"
+        if values["layers.mlp"][layer]:
+            return "moe" if values.config.has_experts(layer) else "mlp"
+        return "attention" if values["layers.attention"][layer] else "mamba"
 
-    return {
-        **fields,
-        **_experts_to_hf(config.moe),
-        "layers_block_type": [kind(layer) for layer in layers],
-        "layer_norm_epsilon": config.norm_eps,
-        "mlp_hidden_act": config.activation,
-        "mlp_bias": config.mlp_bias,
-        "use_bias": own.projection_bias,
-        "mamba_num_heads": own.heads,
-        "mamba_head_dim": own.value_size,
-        "n_groups": own.groups,
-        "ssm_state_size": own.key_size,
-        "conv_kernel": own.width,
-        "use_conv_bias": own.conv_bias,
-        "time_step_limit": list(own.dt_limits),
-        "time_step_min": 1e-30,  # transformers takes it as the lower limit
-    }
+    return {BLOCKS: [kind(layer) for layer in values.layers]}
 
 
-def _experts_to_hf(moe: MoeConfig | None) -> dict[str, Any]:
-    return {} if moe is None else {
-        "n_routed_experts": moe.num_experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.expert_size,
-        "moe_shared_expert_intermediate_size": moe.shared_size,
-        "norm_topk_prob": moe.renormalise,
-        "routed_scaling_factor": moe.scale,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-    }  # fmt: skip
+def experts_from_hf(values: Reading) -> int:
+    if "moe" not in layer_kinds(values):
+        return 0
+    if values.json.get("moe_latent_size") is not None:
+        raise UnsupportedModelError("Nemotron-H with experts over latents (moe_latent_size) is not supported")
+    if values["mlp_bias"]:
+        raise UnsupportedModelError("Nemotron-H with biases in its experts is not supported")
+    keys = ("n_routed_experts", "num_experts", "num_local_experts")
+    return values.json.count(next((key for key in keys if values.json.get(key) is not None), keys[0]))
+
+
+def experts_to_hf(values: Writing) -> dict[str, int]:
+    return {} if values.config.moe is None else {"n_routed_experts": values["moe.num_experts"], "n_shared_experts": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,47 +92,80 @@ class EitherPrefix:
 
 
 # -- GGUF files -------------------------------------------------------------------------------------------------------
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    count = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
-    if metadata.has(".moe_latent_size"):
-        raise UnsupportedModelError(f"{file.path}: Nemotron-H with experts over latents is not supported")
-    widths = metadata.by_layer(".feed_forward_length", count)
-    attention = attention_layers(metadata, count)
-    mlps = [layer for layer in range(count) if widths[layer]]
-    layers = [layer for layer in range(count) if not widths[layer] and layer not in attention]
-    sigmoid: dict[str, Any] = {"scoring": "sigmoid", "group_best": 1, "num_groups": 1, "top_groups": 1}
-    return decoder_from_gguf(
-        file,
-        metadata.without_zeros(".attention.head_count_kv", ".attention.head_count", ".feed_forward_length"),
-        name,
-        num_layers=count,
-        activation="relu2",
-        gated_mlp=False,
-        ropes=(),
-        moe=experts_from_gguf(file, metadata, **sigmoid),
-        recurrent=mamba_from_gguf(file, metadata, layers, attention, mlp_layers=tuple(mlps)),
-    )
+def mlps_from_gguf(values: Reading) -> tuple[bool, ...]:
+    return tuple(width > 0 for width in values.header.by_layer(".feed_forward_length", len(values.layers)))
 
 
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    size = config.intermediate_size if config.moe is None else config.moe.expert_size
-    if config.moe is not None and config.moe.num_groups > 1:
-        raise UnsupportedModelError("GGUF cannot describe Nemotron-H with groups of experts")
-    widths = [size * config.has_mlp(layer) for layer in range(config.num_layers)]
-    return {
-        "attention.layer_norm_epsilon": config.norm_eps,
-        "feed_forward_length": np.array(widths, np.int32),
-        **attention_entries(config),
-        **mamba_entries(config),
-    }
+def mlps_to_gguf(values: Writing) -> dict[str, Any]:
+    """The widths of MLPs; 0: the layer has none."""
+    size = values["moe.expert_size"] or values["intermediate_size"]
+    return {"feed_forward_length": np.array([size * has_mlp for has_mlp in values["layers.mlp"]], np.int32)}
 
+
+def mlp_size(values: Reading) -> int:
+    header = values.header
+    return header.of_some_layers(".feed_forward_length", 0) or header.count(".expert_feed_forward_length")
+
+
+def neither(values: Values) -> tuple[bool, ...]:
+    """The layers without attention and without an MLP have a recurrence."""
+    both = zip(values["layers.attention"], values["layers.mlp"], strict=True)
+    return tuple(not attends and not has_mlp for attends, has_mlp in both)
+
+
+def write_epsilon(values: Writing) -> dict[str, float]:
+    return dict.fromkeys(("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"), values["norm_eps"])
+
+
+LAYERS = (
+    *MAMBA,
+    *HEADS_BY_LAYER,
+    Field("num_layers", hf=Form(lambda v: len(layer_kinds(v)))),
+    Field("layers.attention", hf=Form(of_kind("attention").read, write_kinds)),
+    Field("layers.mlp", hf=of_kind("mlp", "moe"), gguf=Form(mlps_from_gguf, mlps_to_gguf)),
+    Field("layers.recurrent", default=neither),
+    Field("intermediate_size", gguf=Form(mlp_size)),
+    Field("recurrent.width", hf=Key(("mamba_d_conv", "conv_kernel"), written="conv_kernel", default=4)),
+    Field("recurrent.heads", hf=Key("mamba_num_heads", default=128)),
+    Field("recurrent.groups", hf=Key(("mamba_n_groups", "n_groups"), written="n_groups", default=8)),
+    Field("recurrent.key_size", hf=Key("ssm_state_size", default=128)),
+    Field("recurrent.value_size", hf=Key("mamba_head_dim", default=64)),
+    Field("recurrent.conv_bias", hf=Key(("mamba_conv_bias", "use_conv_bias"), written="use_conv_bias", default=True)),
+    Field("recurrent.projection_bias", hf="use_bias"),
+    Field("recurrent.dt_limits", hf=time_step_limits("mamba_dt_limit", "time_step_limit"), optional=False),
+)
+MIXTURES = (
+    *SIGMOID_EXPERTS,
+    Field("moe.num_experts", hf=Form(experts_from_hf, experts_to_hf), gguf=Key("expert_count", default=0)),
+    Field("moe.scoring", gguf=scoring_by(lambda v: "sigmoid")),
+    Field("moe.num_groups", gguf=None, default=1),
+    Field("moe.top_groups", gguf=None, default=lambda v: v["moe.num_groups"]),
+    Field("moe.group_best", default=lambda v: 2 if v["moe.num_groups"] > 1 else 1),
+    Field("moe.shared_size", hf="moe_shared_expert_intermediate_size", default=REQUIRED),
+    Field("layers.dense", hf=of_kind("mlp")),
+)
 
 FAMILY = Family(
     name="nemotron_h",
+    network={"gated_mlp": False, "ropes": ()},
+    fields=(
+        *LAYERS,
+        *MIXTURES,
+        Field("head_dim", hf=Key(("head_dim", "attention_head_dim"), default=128)),
+        Field(
+            "norm_eps",
+            hf=Key(("layer_norm_epsilon", "rms_norm_eps"), default=1e-5),
+            gguf=Form(lambda v: v.header.number(".attention.layer_norm_rms_epsilon"), write_epsilon),
+        ),
+        Field("activation", hf=activation("mlp_hidden_act")),
+    ),
     hf_types=("nemotron_h",),
     hf_class="NemotronHForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults={"mlp_hidden_act": "relu2"},
+    hf_implied={"layers.window": (), "qkv_bias": False, "output_bias": False},
+    hf_always=("mlp_bias",),
+    hf_written={"time_step_min": 1e-30},  # transformers takes it as the lower limit
+    hf_refused={"attention_bias": "Nemotron-H with biases in attention is not supported"},
     hf_names=replace(
         HF_LLAMA,
         embedding="backbone.embeddings",
@@ -248,9 +187,9 @@ FAMILY = Family(
     ),
     folder_source=EitherPrefix,
     gguf_architectures=("nemotron_h", "nemotron_h_moe"),
-    written_as="nemotron_h",
     written_with_experts="nemotron_h_moe",
-    config_from_gguf=config_from_gguf,
+    gguf_implied={"activation": "relu2"},
+    gguf_refused={".moe_latent_size": "Nemotron-H with experts over latents is not supported"},
     gguf_names=replace(
         GGUF_LLAMA,
         mlp_norm="attn_norm",
@@ -259,6 +198,4 @@ FAMILY = Family(
         shared_up=("ffn_up_shexp",),
         recurrent=GGUF_MAMBA,
     ),
-    gguf_activation="relu2",
-    gguf_entries=gguf_entries,
 )

@@ -10,29 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import ModelConfig, RecurrentConfig
+from bifolio.model.description import Reading, Writing
+from bifolio.model.expert_fields import ADDS_UP, EXPERTS, SPARSE_STEPS
 from bifolio.model.families.family import Family
-from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf
-from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, Value
-from bifolio.model.gguf.recurrent_entries import recurrent_entries, recurrent_from_gguf
-from bifolio.model.huggingface.decoder_config import (
-    Raw,
-    decoder_from_hf,
-    decoder_to_hf,
-    expert_count,
-    kinds_of_layers,
-    nested_rope,
-)
+from bifolio.model.fields import REQUIRED, Field, Form, Key
+from bifolio.model.huggingface.rope_fields import NESTED
 from bifolio.model.next_token_names import GGUF_QWEN_NEXT_TOKEN, QWEN_NEXT_TOKEN
+from bifolio.model.recurrent_fields import EITHER, HEADS
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.stored_form import Joined, Rows, StoredForm, reading, writing
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
+from bifolio.model.window_fields import FULL, TYPES, named_kinds
 
 NORM_OFFSET = 1.0
 INTERVAL = 4  # one layer of so many has attention
-ROTATED = 0.25  # part of a head
 HF_NAMES = replace(
     HF_LLAMA,
     gate="self_attn.gate",
@@ -65,94 +57,64 @@ GGUF_NAMES = replace(
 )
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
-    return delta_from_hf(raw, name, moe=experts_from_hf(raw))
+# -- the description --------------------------------------------------------------------------------------------------
+def attention_from_hf(values: Reading) -> tuple[bool, ...]:
+    if values.json.get(TYPES):
+        return tuple(kind == FULL for kind in named_kinds(values))
+    period = values.json.count("full_attention_interval", INTERVAL)
+    return tuple((layer + 1) % period == 0 for layer in values.layers)
 
 
-def delta_from_hf(raw: Raw, name: str, moe: MoeConfig | None = None) -> ModelConfig:
-    """The fields of all models with gated delta nets."""
-    kinds = kinds_of_layers(raw, raw["layer_types"]) if raw.get("layer_types") else []
-    period = int(raw.get("full_attention_interval") or INTERVAL)
-    layers = range(int(raw["num_hidden_layers"]))
-    attention = [n for n in layers if (kinds[n] == "full_attention" if kinds else (n + 1) % period == 0)]
-    heads, groups = int(raw.get("linear_num_value_heads", 32)), int(raw.get("linear_num_key_heads", 16))
-    key_size, value_size = int(raw.get("linear_key_head_dim", 128)), int(raw.get("linear_value_head_dim", 128))
-    recurrent = RecurrentConfig(
-        "delta",
-        layers=tuple(layer for layer in layers if layer not in attention),
-        attention_layers=tuple(attention),
-        width=int(raw.get("linear_conv_kernel_dim", 4)),
-        channels=heads * value_size + 2 * groups * key_size,
-        heads=heads,
-        groups=groups,
-        key_size=key_size,
-        value_size=value_size,
-    )
-    defaults: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": ROTATED}
-    if moe is not None:
-        defaults["intermediate_size"] = moe.expert_size
-    return decoder_from_hf(
-        {**defaults, **raw},
-        name,
-        norm_offset=NORM_OFFSET,
-        qk_norm=True,
-        attention_gate=True,
-        layer_window=(),
-        recurrent=recurrent,
-        moe=moe,
-    )
+def attention_from_gguf(values: Reading) -> tuple[bool, ...]:
+    header, key = values.header, ".attention.recurrent_layers"
+    period, recurs = header.count(".full_attention_interval", INTERVAL, least=1), header.array(key)
+    if recurs is None:
+        return tuple((layer + 1) % period == 0 for layer in values.layers)
+    if len(recurs) < len(values.layers):
+        raise header.wrong(key, f"a list of true or false for each of {len(values.layers)} layers")
+    return tuple(not recurs[layer] for layer in values.layers)
 
 
-def experts_from_hf(raw: Raw) -> MoeConfig:
-    step, plain = int(raw.get("decoder_sparse_step", 1)), raw.get("mlp_only_layers") or []
-    layers = range(int(raw["num_hidden_layers"]))
-    return MoeConfig(
-        num_experts=expert_count(raw),
-        top_k=int(raw["num_experts_per_tok"]),
-        expert_size=int(raw["moe_intermediate_size"]),
-        renormalise=bool(raw.get("norm_topk_prob", True)),
-        shared_size=int(raw["shared_expert_intermediate_size"]),
-        shared_gate=True,
-        dense_layers=tuple(layer for layer in layers if layer in plain or (layer + 1) % step),
-    )
+def attention_to_gguf(values: Writing) -> dict[str, Any]:
+    if values["recurrent.key_size"] != values["recurrent.value_size"]:
+        raise values.refusal("gated delta nets whose keys and values differ in size")
+    recurs = np.array(values["layers.recurrent"])
+    return {"attention.recurrent_layers": recurs, "full_attention_interval": INTERVAL}
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return delta_to_hf(config) | experts_to_hf(config)
+def written_kinds(values: Writing) -> dict[str, list[str]]:
+    return {TYPES: [FULL if attends else "linear_attention" for attends in values["layers.attention"]]}
 
 
-def delta_to_hf(config: ModelConfig) -> dict[str, Any]:
-    own = config.recurrent
-    if own is None or not config.attention_gate:
-        raise UnsupportedModelError("a folder of this family describes gated delta nets and gated attention")
-    return {
-        **nested_rope(config, decoder_to_hf(config)),
-        "attention_bias": config.qkv_bias,
-        "layer_types": [
-            "linear_attention" if layer in own.layers else "full_attention" for layer in range(config.num_layers)
-        ],
-        "linear_conv_kernel_dim": own.width,
-        "linear_num_key_heads": own.groups,
-        "linear_num_value_heads": own.heads,
-        "linear_key_head_dim": own.key_size,
-        "linear_value_head_dim": own.value_size,
-    }
+NETWORK = {"qk_norm": True, "attention_gate": True, "recurrent.kind": "delta"}
+DELTA = (
+    *HEADS,
+    EITHER,
+    Field(
+        "layers.attention",
+        hf=Form(attention_from_hf, written_kinds),
+        gguf=Form(attention_from_gguf, attention_to_gguf),
+    ),
+    Field("recurrent.width", hf=Key("linear_conv_kernel_dim", default=4)),
+    Field("recurrent.heads", hf=Key("linear_num_value_heads", default=32)),
+    Field("recurrent.groups", hf=Key("linear_num_key_heads", default=16)),
+    Field("recurrent.key_size", hf=Key("linear_key_head_dim", default=128)),
+    Field("recurrent.value_size", hf=Key("linear_value_head_dim", default=128)),
+    Field("ropes", hf=NESTED),
+)
+IMPLIED = {"layers.window": ()}
+DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
+GATED_EXPERTS = (
+    *EXPERTS,
+    SPARSE_STEPS,
+    Field("moe.renormalise", hf=Key("norm_topk_prob", default=True), gguf=ADDS_UP),
+    Field("moe.shared_size", hf="shared_expert_intermediate_size", default=REQUIRED),
+    Field("moe.shared_gate", default=True),
+)
+MLP_SIZE = Field("intermediate_size", hf=Key("intermediate_size", default=lambda v: v["moe.expert_size"]))
 
 
-def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    return {} if moe is None else {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.expert_size,
-        "shared_expert_intermediate_size": moe.shared_size,
-        "norm_topk_prob": moe.renormalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(moe.dense_layers),
-    }  # fmt: skip
-
-
+# -- stored forms -----------------------------------------------------------------------------------------------------
 def queries_and_gates(config: ModelConfig, stored: str, gate: str) -> Joined:
     """Query and gate of each head follow each other in the stored projection."""
     rows = np.arange(2 * config.query_size).reshape(config.num_heads, 2, config.head_dim)
@@ -186,55 +148,6 @@ def scalars_by_group(own: RecurrentConfig, beta: str, decay: str) -> tuple[tuple
     return ((beta, rows[:, 0].reshape(-1)), (decay, rows[:, 1].reshape(-1)))
 
 
-# -- GGUF files -------------------------------------------------------------------------------------------------------
-def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    return delta_from_gguf(file, metadata, name, moe=gated_experts_from_gguf(file, metadata))
-
-
-def gated_experts_from_gguf(file: GgufFile, metadata: Metadata) -> MoeConfig | None:
-    """The architecture implies that the weights of the chosen experts add up to 1."""
-    return experts_from_gguf(file, metadata, renormalise=True, shared_gate=True)
-
-
-def delta_from_gguf(
-    file: GgufFile, metadata: Metadata, name: str, moe: MoeConfig | None = None, *, tiled: bool = False
-) -> ModelConfig:
-    count = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
-    period = metadata.count(".full_attention_interval", INTERVAL)
-    if not period:
-        raise metadata.fail("the interval of layers with attention must not be 0")
-    marked = metadata.array(".attention.recurrent_layers")
-    if marked is not None and len(marked) < count:
-        raise metadata.fail(f"{len(marked)} layers are marked as recurrent or not, of {count}")
-    recurs = [bool(marked[n]) if marked is not None else (n + 1) % period != 0 for n in range(count)]
-    layers = [layer for layer in range(count) if recurs[layer]]
-    attention = [layer for layer in range(count) if not recurs[layer]]
-    return decoder_from_gguf(
-        file,
-        metadata,
-        name,
-        num_layers=count,
-        qk_norm=True,
-        attention_gate=True,
-        recurrent=recurrent_from_gguf(metadata, "delta", layers, attention, tiled=tiled),
-        moe=moe,
-    )
-
-
-def gguf_entries(config: ModelConfig) -> dict[str, Value]:
-    if config.moe is not None and not config.moe.renormalise:
-        raise UnsupportedModelError("GGUF cannot describe a model of this family whose experts do not add up to 1")
-    return delta_entries(config)
-
-
-def delta_entries(config: ModelConfig) -> dict[str, Value]:
-    own = config.recurrent
-    if own is None or own.key_size != own.value_size:
-        raise UnsupportedModelError("GGUF describes gated delta nets with keys and values of one size only")
-    recurs = np.array([layer in own.layers for layer in range(config.num_layers)])
-    return {**recurrent_entries(config), "attention.recurrent_layers": recurs, "full_attention_interval": INTERVAL}
-
-
 def gguf_form(config: ModelConfig) -> StoredForm:
     own = config.recurrent
     if own is None:
@@ -248,22 +161,22 @@ def gguf_form(config: ModelConfig) -> StoredForm:
 
 FAMILY = Family(
     name="qwen3next",
+    network=NETWORK,
+    fields=(*DELTA, *GATED_EXPERTS, MLP_SIZE),
     hf_types=("qwen3_next",),
     hf_class="Qwen3NextForCausalLM",
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    hf_defaults=DEFAULTS,
+    hf_implied=IMPLIED,
+    hf_always=("attention_bias",),
     hf_names=HF_NAMES,
     norm_offset=NORM_OFFSET,
     folder_source=reading(folder_form),
     folder_tensors=writing(folder_form),
     folder_form=folder_form,
     gguf_architectures=("qwen3next",),
-    written_as="qwen3next",
-    config_from_gguf=config_from_gguf,
     gguf_names=GGUF_NAMES,
     gguf_source=reading(gguf_form),
     gguf_tensors=writing(gguf_form),
-    gguf_entries=gguf_entries,
     hf_next_token=QWEN_NEXT_TOKEN,
     gguf_next_token=GGUF_QWEN_NEXT_TOKEN,
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from bifolio.config import MODEL_LIMITS, ModelConfig
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
-from bifolio.model.families import family_of, family_of_gguf
+from bifolio.model.description import read_network
+from bifolio.model.families import Family, family_of, family_of_gguf
 from bifolio.model.gguf.entries import Metadata
+from bifolio.model.gguf.header import Header
 from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.gguf.sampling import generation_config_from
 from bifolio.model.gguf.split import open_whole_gguf
@@ -26,7 +28,11 @@ def load_gguf(path: str | Path) -> LoadedModel:
 
 def open_gguf_model(path: str | Path) -> ModelFile:
     """Check the header of a file, and of all files of a split model, and map them."""
-    file = open_whole_gguf(path)
+    return model_of_gguf(open_whole_gguf(path))
+
+
+def model_of_gguf(file: GgufFile) -> ModelFile:
+    """The model of a mapped file; ModelFileError if its metadata and tensors do not make one."""
     config = config_from_gguf(file)
     metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")
@@ -44,17 +50,29 @@ def open_gguf_model(path: str | Path) -> ModelFile:
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read the configuration of the network from the header."""
-    metadata = Metadata(file.metadata, file.path)
-    family = family_of_gguf(metadata.architecture, str(file.path))
-    if (count := metadata.count(".block_count", 1)) > MODEL_LIMITS["num_layers"]:
-        raise ModelFileError(f"{file.path}: {count} layers are more than any real model has")
+    header = Header(file)
+    family = family_of_gguf(header.architecture, str(file.path))
+    if (count := header.count(".block_count", 1)) > MODEL_LIMITS["num_layers"]:
+        raise header.fail(f"{count} layers are more than any real model has")
+    _check_support(family, header)
     try:
-        config = replace(family.config_from_gguf(file, metadata, family.name), rope_interleaved=family.gguf_interleaved)
+        config = read_network(family, header)
     except ConfigError as error:
-        raise ModelFileError(f"{file.path}: {error}") from error
-    if metadata.count(".expert_count", 0) and config.moe is None:
+        raise header.fail(str(error)) from error
+    if header.count(".expert_count", 0) and config.moe is None:
         raise UnsupportedModelError(f"{file.path}: mixtures of experts of this architecture are not supported")
     return config
+
+
+def _check_support(family: Family, header: Header) -> None:
+    for name, reason in family.gguf_refused.items():
+        if header.get(name) is not None if name.startswith(".") else header.has_tensor(name):
+            raise UnsupportedModelError(f"{header.path}: {reason}")
+    for key, needed in family.gguf_needed.items():
+        if header.get(key) not in (None, needed):
+            raise UnsupportedModelError(
+                f"{header.path}: {key} is {header.get(key)}: {family.name} models are supported with {needed!r} only"
+            )
 
 
 @dataclass(frozen=True, slots=True)

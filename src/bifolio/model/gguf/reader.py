@@ -25,14 +25,14 @@ from bifolio.model.file_access import map_file
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+FLOAT32, BOOL, STRING, ARRAY = 6, 7, 8, 9
 _SCALARS: dict[int, str] = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_SCALAR_STRUCTS = {kind: struct.Struct("<" + code) for kind, code in _SCALAR_CODES.items()}
-_U32, _U64 = _SCALAR_STRUCTS[4], _SCALAR_STRUCTS[10]
+SCALAR_STRUCTS = {kind: struct.Struct("<" + code) for kind, code in _SCALAR_CODES.items()}
+_U32, _U64 = SCALAR_STRUCTS[4], SCALAR_STRUCTS[10]
 
-_DEFAULT_ALIGNMENT = 32
+DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_KEY_BYTES = 65535
 _MAX_STRINGS = 1 << 24  # in one array; the largest vocabularies have about 256,000 tokens
@@ -96,6 +96,14 @@ class StringArray(Sequence[str]):
 Value = int | float | bool | str | NDArray[Any] | StringArray | list[Any]
 
 
+class MetadataSpan(NamedTuple):
+    """Location and type of a metadata value: its bytes are those from `start` to `end` of the file."""
+
+    kind: int  # the number of the type in a GGUF file
+    start: int
+    end: int
+
+
 class TensorEntry(NamedTuple):
     """Location, shape and format of a tensor."""
 
@@ -114,6 +122,7 @@ class GgufFile:
     version: int
     alignment: int
     metadata: dict[str, Value]
+    spans: dict[str, MetadataSpan]  # of the values of `metadata`
     entries: dict[str, TensorEntry]  # in the order of the file
     data: Bytes  # u8[file size]
     data_start: int
@@ -135,6 +144,11 @@ def open_gguf(path: str | Path) -> GgufFile:
     path = Path(path)
     data = map_file(path)
     return _HeaderParser(path, data).parse()
+
+
+def read_metadata(path: Path, header: Bytes) -> dict[str, Value]:
+    """The metadata of a header without tensors; ModelFileError describes the first defect."""
+    return _HeaderParser(path, header).parse().metadata
 
 
 def string_starts(data: Bytes, position: int, count: int) -> tuple[NDArray[np.uint64], int]:
@@ -166,6 +180,7 @@ class _HeaderParser:
         self.buffer = data.data
         self.size = int(data.size)
         self.position = 0
+        self.spans: dict[str, MetadataSpan] = {}
 
     def parse(self) -> GgufFile:
         version = self._check_start()
@@ -178,7 +193,7 @@ class _HeaderParser:
         data_start = -(-self.position // alignment) * alignment
         entries = {name: self._place(entry, data_start, alignment) for name, entry in relative.items()}
         self._check_overlap(entries)
-        return GgufFile(self.path, version, alignment, metadata, entries, self.data, data_start)
+        return GgufFile(self.path, version, alignment, metadata, self.spans, entries, self.data, data_start)
 
     def fail(self, message: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: {message}")
@@ -233,28 +248,30 @@ class _HeaderParser:
             key = self._read_name("a metadata key")
             if key in metadata:
                 raise self.fail(f"metadata key {key!r} occurs twice")
-            metadata[key] = self._read_value(self._unpack(_U32), key, 0)
+            kind, start = self._unpack(_U32), self.position
+            metadata[key] = self._read_value(kind, key, 0)
+            self.spans[key] = MetadataSpan(kind, start, self.position)
         return metadata
 
     def _read_value(self, kind: int, key: str, nesting: int) -> Value:
-        if kind == _STRING:
+        if kind == STRING:
             return self._read_bytes(f"the string {key!r}").decode(errors="replace")
-        if kind == _ARRAY:
+        if kind == ARRAY:
             return self._read_array(key, nesting + 1)
-        scalar = _SCALAR_STRUCTS.get(kind)
+        scalar = SCALAR_STRUCTS.get(kind)
         if scalar is None:
             raise self.fail(f"metadata {key!r} has the unknown type {kind}")
         value: int | float | bool = self._unpack(scalar)
         # The shortest number that rounds to the stored single: 1e-05, not 9.999999747378752e-06.
-        return float(str(np.float32(value))) if kind == _FLOAT32 else value
+        return float(str(np.float32(value))) if kind == FLOAT32 else value
 
     def _read_array(self, key: str, nesting: int) -> Value:
         if nesting > _MAX_NESTING:
             raise self.fail(f"metadata {key!r} is nested more than {_MAX_NESTING} deep")
         kind, count = self._unpack(_U32), self._unpack(_U64)
-        if kind == _STRING:
+        if kind == STRING:
             return self._read_strings(key, count)
-        if kind == _ARRAY:
+        if kind == ARRAY:
             self._check_count(count, 12, f"arrays of {key!r}")
             if count > _MAX_KEY_BYTES:
                 raise self.fail(f"metadata {key!r} has {count} arrays, more than the {_MAX_KEY_BYTES} allowed")
@@ -265,8 +282,8 @@ class _HeaderParser:
         self._check_count(count, dtype.itemsize, f"values of {key!r}")
         start = self.position
         self.position += count * dtype.itemsize
-        values = self.data[start : self.position].view(np.uint8 if kind == _BOOL else dtype)
-        return values != 0 if kind == _BOOL else values
+        values = self.data[start : self.position].view(np.uint8 if kind == BOOL else dtype)
+        return values != 0 if kind == BOOL else values
 
     def _read_strings(self, key: str, count: int) -> StringArray:
         """Skip the strings, checking that each ends inside the file."""
@@ -303,7 +320,7 @@ class _HeaderParser:
         return entries
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self.fail(f"general.alignment must be a power of two, not {alignment!r}")
         return alignment

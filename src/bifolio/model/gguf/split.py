@@ -13,14 +13,20 @@ from pathlib import Path
 from bifolio.errors import ModelFileError
 from bifolio.model.gguf.reader import GgufFile, open_gguf
 
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+MAX_FILES = 10_000
 _NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-_MAX_FILES = 10_000
 
 
 def whole_name(path: str) -> tuple[str, int]:
     """(Name without the number of the part, number of the part); files of whole models are their own part 1."""
     named = _NAME.fullmatch(path)
     return (f"{named['stem']}.gguf", int(named["number"])) if named else (path, 1)
+
+
+def part_name(stem: str, number: int, count: int) -> str:
+    """The name of a part, counted from 0, as llama.cpp writes it: `NAME-00001-of-00003.gguf`."""
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.gguf"
 
 
 def is_projector(path: str) -> bool:
@@ -47,12 +53,12 @@ def open_whole_gguf(path: str | Path) -> GgufFile:
     if not isinstance(count, int) or count <= 1:
         return file
     named = _NAME.fullmatch(path.name)
-    if named is None or int(named["count"]) != count or count > _MAX_FILES:
+    if named is None or int(named["count"]) != count or count > MAX_FILES:
         raise ModelFileError(
             f"{path} is one of {count} files of a model and must be called NAME-00001-of-{count:05d}.gguf: "
             "give all files the names they were made with"
         )
-    paths = [path.with_name(f"{named['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    paths = [path.with_name(part_name(named["stem"], number, count)) for number in range(count)]
     return _joined(paths, count)
 
 

@@ -26,7 +26,12 @@ from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.text.tokenizer import Tokenizer
 
 SPACE = "▁"  # SentencePiece's symbol for a space
-SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+SPECIAL_NAMES = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask",
+    "prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid", "fim_pad": "fim_pad", "fim_rep": "fim_rep",
+    "fim_sep": "fim_sep",
+}  # fmt: skip
+OLD_NAMES = {"prefix": "prefix", "suffix": "suffix", "middle": "middle"}  # of files that do not use the names above
 TOKENIZER_JSON = "tokenizer.huggingface.json"  # a complete tokenizer.json, if the other entries cannot describe it
 
 
@@ -101,7 +106,8 @@ def special_tokens(metadata: Metadata, vocab_size: int) -> dict[str, str]:
         return {}
     ids = {
         f"{name}_token": metadata.token_id(f"tokenizer.ggml.{key}_token_id", min(vocab_size, len(tokens)))
-        for name, key in SPECIAL_NAMES.items()
+        for name, key in [*OLD_NAMES.items(), *SPECIAL_NAMES.items()]
+        if name not in OLD_NAMES or metadata.has(f"tokenizer.ggml.{key}_token_id")
     }
     return {name: tokens.raw(i).decode(errors="replace") for name, i in ids.items() if i is not None}
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
-from bifolio.model.gguf.decoder_config import END_NAMES
+from bifolio.model.gguf.end_tokens import END_NAMES
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.file_tokenizer import TokenType
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS

@@ -16,9 +16,10 @@ from bifolio.kernels.cpu import SEARCHED_FORMATS, encoded, quickly_converted
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
 from bifolio.model.file_access import atomic_path
-from bifolio.model.gguf.metadata import gguf_architecture, model_metadata, rope_tensors
+from bifolio.model.gguf.metadata import gguf_architecture, model_metadata
 from bifolio.model.gguf.mixes import MIXES, Mix
 from bifolio.model.gguf.reader import StringArray, Value
+from bifolio.model.gguf.rope_fields import rope_tensors
 from bifolio.model.gguf.sampling import sampling_entries
 from bifolio.model.gguf.split import open_whole_gguf
 from bifolio.model.gguf.vocabulary import tokenizer_metadata

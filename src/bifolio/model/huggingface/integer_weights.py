@@ -17,9 +17,10 @@ import numpy as np
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.cpu import pack_codes
-from bifolio.model.huggingface.json_object import JsonObject, shown
+from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import Tensors
 from bifolio.model.huggingface.scaled_tensors import FolderMap
+from bifolio.model.plain_values import shown
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.late_tensor import LateTensor
 from bifolio.quant.tensor import QuantizedTensor

@@ -147,5 +147,5 @@ def read_block(found: JsonObject) -> tuple[int, int] | None:
         return None
     block = found.counts("weight_block_size") or USUAL_BLOCK
     if len(block) != 2:
-        raise found.fail("weight_block_size", "two positive integers")
+        raise found.wrong("weight_block_size", "two positive integers")
     return block[0], block[1]

@@ -1,7 +1,10 @@
-// Tabs, drawers, the key, keys of the keyboard, and whether the server answers.
+// Tabs, drawers, the API key, the keyboard, and whether the server answers.
 import { $, announce, hideTip, key, request } from "./core.js";
+import { isDialogOpen, setUpDialogs } from "./dialogs.js";
+import { setUpKeys } from "./keys.js";
 import { clearLive, redrawLive, startLive, stopLive } from "./live.js";
-import { defaults, drawContext, redraw, setUpPlayground, stop } from "./playground.js";
+import { setUpModels, showModels } from "./models.js";
+import { copyLast, defaults, drawContext, redraw, regenerate, setUpPlayground, stop } from "./playground.js";
 import { state } from "./state.js";
 
 const AWAKE = 3; // seconds between looks at a server that answers
@@ -64,11 +67,7 @@ async function found() {
   if (state.card || !$("key-form").hidden) return;
   try {
     const list = await (await request("/v1/models")).json();
-    [state.card] = list.data;
-    $("model").textContent = `${state.card.id} · ${state.card.max_model_len} tokens`;
-    defaults();
-    drawContext();
-    if (!state.controller) redraw();
+    showModels(list.data);
   } catch {
     // the key form is open, or the next look will tell
   }
@@ -106,9 +105,10 @@ $("key-form").onsubmit = (event) => {
   if (!$("live").hidden) startLive();
 };
 addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape" || isDialogOpen()) return; // a dialog closes itself
   hideTip();
   if (stop()) return;
+  if (document.activeElement === $("prompt")) $("thread").focus();
   toggleSidebar(false);
   if (innerWidth < 1100) togglePanel(false);
 });
@@ -116,7 +116,28 @@ document.addEventListener("lost", look);
 document.addEventListener("theme", redrawLive);
 addEventListener("online", look);
 
+// In the playground, whichever view is open.
+const inPlayground = (work) => () => {
+  show("play");
+  work();
+};
+setUpDialogs();
+setUpModels(() => {
+  defaults();
+  drawContext();
+  if (!state.controller) redraw();
+});
 setUpPlayground();
+setUpKeys({
+  newChat: inPlayground(() => $("new-chat").click()),
+  search: inPlayground(() => {
+    toggleSidebar(true);
+    $("search").focus();
+  }),
+  input: inPlayground(() => $("prompt").focus()),
+  regenerate: inPlayground(regenerate),
+  copy: inPlayground(copyLast),
+});
 if (innerWidth >= 1100) togglePanel(true);
 show(location.hash === "#view=live" ? "live" : "play");
 look();

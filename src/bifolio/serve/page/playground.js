@@ -1,11 +1,13 @@
 // The playground: conversations in the browser, the message box, and runs.
 import { drawBranches, setUpBranches } from "./branches.js";
-import { $, announce, make, onFrame } from "./core.js";
+import { drawChats, setUpChats } from "./chats.js";
+import { $, announce, onFrame } from "./core.js";
+import { setUpPrompts } from "./prompts.js";
 import { answer, bodies, isRunning, stopRun } from "./run.js";
 import { markInvalid, setUpSettings, showDefaults } from "./settings.js";
 import { state } from "./state.js";
 import * as store from "./store.js";
-import { drawThread, follow, setUpThread, updateMessage } from "./thread.js";
+import { currentNode, drawThread, follow, reveal, setUpThread, updateMessage } from "./thread.js";
 import { drawLegend } from "./tokens.js";
 
 export function setUpPlayground() {
@@ -18,6 +20,11 @@ export function setUpPlayground() {
     edit: (node, text) => run(store.addNode(state.conversation, { parent: node.parent, role: "user", text }).id),
   });
   setUpBranches((node) => goTo(node.id));
+  setUpChats({ open: openAt, changed: drawAll, problem });
+  setUpPrompts((text) => {
+    $("system").value = text;
+    $("system").oninput();
+  });
   $("composer").onsubmit = (event) => {
     event.preventDefault();
     send();
@@ -40,7 +47,7 @@ export function setUpPlayground() {
     radio.checked = radio.value === state.view;
     radio.onchange = () => show(radio.value);
   }
-  addEventListener("storage", (event) => store.isConversation(event.key) && drawList());
+  addEventListener("storage", (event) => store.isConversation(event.key) && drawChats());
   drawLegend($("legend"), state.view);
   open(store.load(store.recall("open", "")) ?? store.all()[0] ?? store.newConversation("chat"));
 }
@@ -71,12 +78,22 @@ function open(conversation, focus = false) {
   if (focus) $("prompt").focus();
 }
 
+// Open a conversation, and the newest branch through one of its messages.
+function openAt(id, node) {
+  const conversation = (id && store.load(id)) ?? store.newConversation("chat");
+  if (node) conversation.leaf = store.newestLeaf(conversation, node);
+  open(conversation, true);
+  if (!node) return;
+  store.save(conversation);
+  reveal(node);
+}
+
 export function defaults() {
   showDefaults(state.card?.sampling_defaults ?? {}, state.conversation.mode);
 }
 
 function drawAll() {
-  drawList();
+  drawChats();
   drawBranches();
   drawThread();
   drawContext();
@@ -86,23 +103,24 @@ function drawAll() {
 
 export const redraw = () => drawThread();
 
-function drawList() {
-  const rows = store.all().map((conversation) => {
-    const current = conversation.id === state.conversation.id;
-    const choose = make("button", { type: "button", className: "conversation", textContent: conversation.title || "Untitled",
-                                    "aria-current": current ? "true" : undefined });
-    choose.onclick = () => !current && open(store.load(conversation.id), true);
-    const drop = make("button", { type: "button", className: "quiet small", textContent: "Delete",
-                                  "aria-label": `Delete ${conversation.title || "the conversation"}` });
-    drop.onclick = () => {
-      if (!confirm(`Delete "${conversation.title || "Untitled"}"?`)) return;
-      store.remove(conversation.id);
-      if (current) open(store.all()[0] ?? store.newConversation("chat"), true);
-      else drawList();
-    };
-    return make("li", {}, choose, drop);
-  });
-  $("conversations").replaceChildren(...rows);
+// -- keys ----------------------------------------------------------------------------------------------------------------
+
+const lastAnswer = () => store.pathTo(state.conversation, state.conversation.leaf).findLast((node) => node.role === "assistant");
+
+// Answer again, where the open branch ends with an answer.
+export function regenerate() {
+  if (currentNode()?.role === "assistant") run(currentNode().parent);
+}
+
+export async function copyLast() {
+  const node = lastAnswer();
+  if (!node) return;
+  try {
+    await navigator.clipboard.writeText(node.text);
+    announce("The answer was copied.");
+  } catch {
+    announce("The browser forbids copying.");
+  }
 }
 
 function goTo(id) {

@@ -26,7 +26,7 @@ export function bodies(conversation, parent) {
 
 function bodyOf(conversation, parent, options) {
   const path = pathTo(conversation, parent);
-  const wanted = { ...options, stream: true, return_token_ids: true,
+  const wanted = { ...(state.card && { model: state.card.id }), ...options, stream: true, return_token_ids: true,
                    stream_options: { include_usage: true, include_steps: true, interval_ms: INTERVAL_MS } };
   const scores = state.view !== "text";
   if (conversation.mode === "text") {
@@ -72,7 +72,8 @@ class AnswerStream {
   nodeAt(index) {
     const place = this.body.beam_search ? 0 : index;
     while (this.nodes.length <= place) {
-      const node = addNode(this.conversation, { parent: this.parent, role: "assistant", ...this.fields, finish: null });
+      const node = addNode(this.conversation, { parent: this.parent, role: "assistant", ...this.fields,
+                                                  model: this.body.model, finish: null });
       Object.assign(node, { tokens: [], drafts: [], stats: { tokens: 0 }, hasScores: this.body.logprobs !== undefined });
       if (this.body.beam_search) node.beams = new BeamTree();
       this.nodes.push(node);

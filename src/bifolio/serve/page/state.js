@@ -4,7 +4,8 @@ import { recall } from "./store.js";
 export const state = {
   conversation: null,
   view: recall("view", "text"), // text, chances or drafts
-  card: null, // of the model, from /v1/models
+  cards: [], // of the models, from /v1/models
+  card: null, // of the chosen model
   isLost: false, // the server does not answer
   controller: null, // of the run under way
 };

@@ -1,11 +1,14 @@
 // Conversations as trees of messages, kept in the browser's local storage.
 //
 //   conversation {id, title, mode: "chat" | "text", system, nodes: [...], leaf, updated}
-//   node         {id, parent, role: "user" | "assistant", text, group, variant, settings, finish, stats}
+//   node         {id, parent, role: "user" | "assistant", text, group, variant, settings, finish, stats, model}
 //
 // An answer's probabilities, drafts and beams are large and live as long as the page.
 
 const PREFIX = "bifolio:conversation:";
+export const LONGEST_TITLE = 120;
+export const FIGURES = ["tokens", "first", "firstCount", "seconds", "prompt", "cached"]; // of an answer's `stats`
+const removed = new Set(); // a run that ends later must not bring its conversation back
 let serial = 0;
 export const newId = () => `${Date.now().toString(36)}${(serial++).toString(36)}${Math.random().toString(36).slice(2, 6)}`;
 
@@ -37,17 +40,23 @@ export function load(id) {
   }
 }
 
-// True when it was kept. A full storage loses its oldest conversations first.
-export function save(conversation) {
-  if (!conversation.nodes.length) return true;
-  const kept = ({ id, parent, role, text, group, variant, settings, finish, stats }) =>
-    ({ id, parent, role, text, group, variant, settings, finish, stats });
-  const text = JSON.stringify({ ...conversation, nodes: conversation.nodes.map(kept) });
+// The part of a conversation that is kept.
+export function stored(conversation) {
+  const kept = ({ id, parent, role, text, group, variant, settings, finish, stats, model }) =>
+    ({ id, parent, role, text, group, variant, settings, finish, stats, model });
+  return { ...conversation, nodes: conversation.nodes.map(kept) };
+}
+
+// True when it was kept. A full storage loses its oldest conversations first, unless it must not.
+export function save(conversation, { mayEvict = true } = {}) {
+  if (!conversation.nodes.length || removed.has(conversation.id)) return true;
+  const text = JSON.stringify(stored(conversation));
   for (;;) {
     try {
       localStorage.setItem(PREFIX + conversation.id, text);
       return true;
     } catch {
+      if (!mayEvict) return false;
       const oldest = all().filter((each) => each.id !== conversation.id).at(-1);
       if (!oldest) return false;
       remove(oldest.id);
@@ -55,7 +64,21 @@ export function save(conversation) {
   }
 }
 
-export const remove = (id) => localStorage.removeItem(PREFIX + id);
+export function remove(id) {
+  removed.add(id);
+  localStorage.removeItem(PREFIX + id);
+}
+
+export const restore = (id) => removed.delete(id);
+
+// False when the title is empty.
+export function rename(conversation, title) {
+  const line = title.replace(/\s+/g, " ").trim().slice(0, LONGEST_TITLE);
+  if (!line) return false;
+  conversation.title = line;
+  return save(conversation);
+}
+
 export const isConversation = (name) => name === null || name.startsWith(PREFIX);
 
 // -- the tree --------------------------------------------------------------------------------------------------------
@@ -102,10 +125,12 @@ export function recall(name, otherwise) {
   }
 }
 
+// False when the storage is full or forbidden: the choice lasts as long as the page.
 export function remember(name, value) {
   try {
     localStorage.setItem(`bifolio:${name}`, JSON.stringify(value));
+    return true;
   } catch {
-    // full or forbidden: the choice lasts as long as the page
+    return false;
   }
 }

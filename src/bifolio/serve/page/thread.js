@@ -35,6 +35,17 @@ export function follow() {
   toEnd();
 }
 
+// Bring a message into view and mark it.
+export function reveal(id) {
+  const article = drawn.get(id)?.article;
+  if (!article) return;
+  sticks = false;
+  article.tabIndex = -1;
+  article.classList.add("found");
+  article.scrollIntoView({ block: "center" });
+  article.focus({ preventScroll: true });
+}
+
 function toEnd() {
   if (sticks) $("thread").scrollTop = $("thread").scrollHeight;
 }
@@ -164,7 +175,7 @@ export function updateMessage(node) {
     drawBeams(beams, node.beams);
   }
   if (node.role === "assistant") {
-    stats.textContent = figures(node);
+    drawFigures(stats, node);
     if (node.error) article.classList.add("failed");
   }
   toEnd();
@@ -192,19 +203,31 @@ function renderPlain(body, node) {
   else firstChild.data = node.text;
 }
 
+// [text, meaning] of each figure below an answer.
 function figures(node) {
-  const { tokens = 0, first, firstCount = 1, seconds, prompt, cached } = node.stats ?? {};
+  const { tokens = 0, first, firstCount = 1, seconds, prompt, cached = 0 } = node.stats ?? {};
   const parts = [];
-  if (tokens) parts.push(plural(tokens, "token"));
-  if (seconds > 0.05 && tokens > firstCount) parts.push(`${((tokens - firstCount) / seconds).toFixed(0)} tokens/s`);
-  if (first !== undefined) parts.push(`first after ${first.toFixed(0)} ms`);
-  if (cached) parts.push(`${cached} of ${prompt} prompt tokens cached`);
-  if (draftSummary(node)) parts.push(draftSummary(node));
-  if (node.settings && node.variant === undefined) parts.push(node.settings);
-  if (node.error) parts.push(node.error);
-  else if (REASONS[node.finish]) parts.push(REASONS[node.finish]);
-  if (state.view !== "text" && node.finish && !node.hasScores) parts.push("made without token data: regenerate it to see them");
-  return parts.join(" · ");
+  if (node.model && (state.cards.length > 1 || (state.card && node.model !== state.card.id))) parts.push([node.model, "Model"]);
+  if (tokens) parts.push([plural(tokens, "token"), "Tokens of the answer"]);
+  if (seconds > 0.05 && tokens > firstCount) {
+    parts.push([`${((tokens - firstCount) / seconds).toFixed(0)} tokens/s`, "Speed after the first token, as it arrived here"]);
+  }
+  if (first !== undefined) parts.push([`first after ${first.toFixed(0)} ms`, "Time to first token: from sending to its arrival"]);
+  if (prompt) {
+    parts.push([`${cached} of ${prompt} prompt tokens cached (${Math.round((100 * cached) / prompt)} %)`,
+                "Tokens of the prompt whose keys and values the server had cached"]);
+  }
+  if (draftSummary(node)) parts.push([draftSummary(node)]);
+  if (node.settings && node.variant === undefined) parts.push([node.settings, "Options that were set"]);
+  if (node.error) parts.push([node.error]);
+  else if (Object.hasOwn(REASONS, node.finish)) parts.push([REASONS[node.finish]]);
+  if (state.view !== "text" && node.finish && !node.hasScores) parts.push(["made without token data: regenerate it to see them"]);
+  return parts;
+}
+
+function drawFigures(line, node) {
+  const parts = figures(node).map(([textContent, title]) => make("span", { textContent, title: title ?? "" }));
+  line.replaceChildren(...parts.flatMap((part, index) => (index ? [" · ", part] : [part])));
 }
 
 export const currentNode = () => nodeOf(state.conversation, state.conversation.leaf);

@@ -18,6 +18,7 @@ from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_jso
 from bifolio.serve.protocols.anthropic_types import (
     AnthropicMessage,
     Block,
+    Conversation,
     CountTokensRequest,
     MessagesRequest,
     ResultBlock,
@@ -39,7 +40,7 @@ FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 
 
 # -- requests -------------------------------------------------------------------------------------------------------
-def chat_request(request: CountTokensRequest, context: ServerContext) -> p.ChatRequest:
+def chat_request(request: Conversation, context: ServerContext) -> p.ChatRequest:
     """The same request in the internal form."""
     messages = [message for given_one in request.messages for message in _messages(given_one)]
     if request.system is not None:
@@ -72,10 +73,12 @@ def chat_request(request: CountTokensRequest, context: ServerContext) -> p.ChatR
     )
 
 
-def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
+def _tool_choice(request: Conversation) -> dict[str, Any]:
     choice = request.tool_choice
-    if choice is None or not request.tools:
+    if choice is None:
         return {}
+    if not request.tools and choice.type in ("any", "tool"):
+        raise bad_request("tool_choice needs tools: pass them, or leave it out", "tool_choice")
     options: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
     if choice.type == "tool":
         if choice.name is None:
@@ -84,7 +87,7 @@ def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
     return options | {"tool_choice": "required" if choice.type == "any" else choice.type}
 
 
-def _reasoning(request: CountTokensRequest, context: ServerContext) -> dict[str, Any]:
+def _reasoning(request: Conversation, context: ServerContext) -> dict[str, Any]:
     """Effort and budget; a model that does not reason takes neither."""
     template = context.model.chat_template
     if reasoning_format(template) is None and not tool_format(template).has_channels:
@@ -98,7 +101,7 @@ def _reasoning(request: CountTokensRequest, context: ServerContext) -> dict[str,
     return given(reasoning_effort=effort, thinking_budget=budget)
 
 
-def _format(request: CountTokensRequest) -> dict[str, Any]:
+def _format(request: Conversation) -> dict[str, Any]:
     if request.output_config is None or request.output_config.format is None:
         return {}
     schema = p.JsonSchemaFormat(schema=request.output_config.format.schema)
@@ -110,7 +113,7 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
     if isinstance(message.content, str):
         return [p.Message(role=message.role, content=message.content)]
     found = [
-        p.Message(role="tool", tool_call_id=block.tool_use_id, content=_joined(block.content or ""))
+        p.Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block))
         for block in message.content
         if block.type == "tool_result"
     ]
@@ -122,6 +125,12 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
             p.Message(role=message.role, content=text, tool_calls=calls or None, reasoning_content=reasoning or None)
         )
     return found
+
+
+def _result(block: Block) -> str:
+    """The result of a tool. Chat templates do not mark failures, so the text does."""
+    text = _joined(block.content or "")
+    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
 def _call(block: Block) -> p.ToolCall:

@@ -6,14 +6,25 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from bifolio.serve.protocol import MAX_STOPS, Count, FreeJson, Name, Probability, Schema, Strict, Text, Word
+from bifolio.serve.protocol import (
+    MAX_STOPS,
+    NO_ACCOUNTS,
+    ONE_TIER,
+    Count,
+    FreeJson,
+    Ignored,
+    Name,
+    Probability,
+    Schema,
+    Strict,
+    Text,
+    Word,
+)
 
 Input = Annotated[dict[Name, Any], Meta(max_length=1024, extra={"max_bytes": 1 << 20})]
 
 
 class CacheControl(Strict, kw_only=True):
-    """Ignored: all prefixes are cached."""
-
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Name | None = None
 
@@ -38,7 +49,7 @@ class Block(Strict, kw_only=True):
     content: Text | Annotated[list[ResultBlock], Meta(max_length=1024)] | None = None
     is_error: bool | None = None
     thinking: Text | None = None
-    signature: Text | None = None  # ignored, like the next two
+    signature: Text | None = None
     data: Text | None = None
     cache_control: CacheControl | None = None
 
@@ -66,7 +77,7 @@ class AnthropicToolChoice(Strict, kw_only=True):
 class ThinkingConfig(Strict, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    display: Name | None = None  # ignored
+    display: Name | None = None
 
 
 class OutputFormat(Strict, kw_only=True):
@@ -79,7 +90,9 @@ class OutputConfig(Strict, kw_only=True):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(Strict, kw_only=True):
+class Conversation(Strict, kw_only=True):
+    """The fields that both requests share."""
+
     model: Name
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
     system: Text | Annotated[list[ResultBlock], Meta(max_length=256)] | None = None
@@ -90,14 +103,46 @@ class CountTokensRequest(Strict, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True):
+class CountTokensRequest(Conversation, kw_only=True):
+    """The tokens of a conversation are counted, and nothing is generated."""
+
+
+class MessagesRequest(Conversation, kw_only=True):
     max_tokens: Count
     stop_sequences: Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool = False
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    metadata: FreeJson | None = None  # ignored, like the next three
+    metadata: FreeJson | None = None
     service_tier: Name | None = None
     container: Name | None = None
     context_management: FreeJson | None = None
+
+
+CACHED = "all prefixes are cached"
+NOT_IN_PROMPT = "it does not change the tokens of the prompt"
+IGNORED: Ignored = {
+    ResultBlock: {"cache_control": CACHED},
+    Block: {
+        "cache_control": CACHED,
+        "signature": "reasoning is not signed",
+        "data": "encrypted reasoning cannot be read",
+    },
+    AnthropicTool: {"cache_control": CACHED},
+    Conversation: {"cache_control": CACHED},
+    ThinkingConfig: {"display": "reasoning is always shown"},
+    CountTokensRequest: {
+        "tool_choice.name": NOT_IN_PROMPT,
+        "tool_choice.disable_parallel_tool_use": NOT_IN_PROMPT,
+        "thinking.budget_tokens": NOT_IN_PROMPT,
+        "output_config.format": NOT_IN_PROMPT,
+        "tools.strict": NOT_IN_PROMPT,
+    },
+    MessagesRequest: {
+        "metadata": NO_ACCOUNTS,
+        "service_tier": ONE_TIER,
+        "container": "the server runs no code",
+        "context_management": "the messages of a request are never edited",
+    },
+}

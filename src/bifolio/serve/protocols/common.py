@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.context import ServerContext
 from bifolio.serve.encoding import encode_json
+from bifolio.serve.errors import bad_request
 from bifolio.serve.turn import Turn
 from bifolio.text.tools.events import Part, merged
 
 Handler = Callable[[ServerContext, Scope, Receive, Send], Awaitable[None]]
 RouteRow = tuple[str, str, Handler]  # path, method, handler
+
+
+def refuse_others(options: msgspec.Struct, neutral: Mapping[str, float]) -> None:
+    """Refuse options that are accepted only with the value that switches them off."""
+    for name, value in neutral.items():
+        if getattr(options, name) not in (None, value):
+            raise bad_request(f"{name} is not supported: leave it out, or pass {json.dumps(value)}", name)
 
 
 def named_event(name: str, payload: Any) -> bytes:

@@ -1,15 +1,14 @@
-"""`/completion`, `/props` and `/slots` of llama.cpp's server."""
+"""`/completion`, `/infill`, `/props` and `/slots` of llama.cpp's server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from bifolio import __version__
+from bifolio.errors import RequestError, did_you_mean
 from bifolio.serve import protocol as p
 from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.completions import CompletionCall
@@ -20,11 +19,12 @@ from bifolio.serve.events import Event, encode_json_event
 from bifolio.serve.generation import Answer, Job, Run, Whole
 from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
 from bifolio.serve.live import LOOK_TIMEOUT, visible_entry
-from bifolio.serve.protocol import Name, Strict, Text, TokenIds
-from bifolio.serve.protocols.common import RouteRow, given
+from bifolio.serve.protocols.common import RouteRow, given, refuse_others
+from bifolio.serve.protocols.llama_cpp_types import NEUTRAL, InfillRequest, LlamaCppRequest
 from bifolio.serve.responses import Usage
 from bifolio.serve.running import run_call, tenant_of
 from bifolio.serve.sampling import request_defaults
+from bifolio.text.infill import ContextFile
 
 EVENTS = Framing(SSE_HEADERS, b"", lambda error: b"error: " + error.body("/completion") + b"\n\n")
 STOP_TYPES = {"length": "limit", "stop": "eos"}
@@ -33,61 +33,32 @@ SAME_NAME = (
     "dry_base", "dry_allowed_length", "dry_sequence_breakers", "xtc_probability", "xtc_threshold", "stop", "stream",
     "ignore_eos",
 )  # fmt: skip
-Ignored = Annotated[float, Meta(ge=-1e9, le=1e9)] | bool
-Bias = Annotated[list[Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(min_length=2, max_length=2)]],
-                 Meta(max_length=4096)]  # fmt: skip
-
-
-class LlamaCppRequest(Strict, kw_only=True):
-    """The fields of a completion; those after `stop` are not acted on."""
-
-    prompt: Text | TokenIds
-    n_predict: Annotated[int, Meta(ge=-2, le=p.BIG)] = -1  # negative: no limit
-    stream: bool = False
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=p.BIG)] | None = None
-    top_p: p.Probability | None = None
-    min_p: p.Probability | None = None
-    typical_p: p.Share | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    dry_sequence_breakers: Annotated[list[p.Word], Meta(max_length=64)] | None = None
-    xtc_probability: p.Probability | None = None
-    xtc_threshold: p.Probability | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None  # -1: a random one
-    ignore_eos: bool | None = None
-    logit_bias: Bias | None = None  # pairs of a token id and a bias
-    json_schema: p.Schema | None = None
-    return_tokens: bool = False
-    stop: p.Stop | None = None
-    grammar: Annotated[str, Meta(max_length=0)] | None = None
-    cache_prompt: bool | None = None
-    id_slot: Ignored | None = None
-    n_keep: Ignored | None = None
-    n_probs: Ignored | None = None
-    repeat_last_n: Ignored | None = None
-    mirostat: Ignored | None = None
-    mirostat_tau: Ignored | None = None
-    mirostat_eta: Ignored | None = None
-    min_keep: Ignored | None = None
-    dry_penalty_last_n: Ignored | None = None
-    dynatemp_range: Ignored | None = None
-    dynatemp_exponent: Ignored | None = None
-    timings_per_token: Ignored | None = None
-    post_sampling_probs: Ignored | None = None
-    t_max_predict_ms: Ignored | None = None
-    samplers: Annotated[list[Name], Meta(max_length=32)] | None = None
-    model: Name | None = None
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+SAMPLERS: dict[str, dict[str, float]] = {  # the options that switch each of them off
+    "penalties": NO_PENALTIES,
+    "dry": {"dry_multiplier": 0.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temperature": 1.0},
+}
+OTHER_NAMES = {"typical_p": "typ_p"}
+NO_SAMPLERS = ("top_n_sigma", "infill", "adaptive_p")  # accepted in a list of samplers: they are off here
 
 
 def completion_request(request: LlamaCppRequest) -> p.CompletionRequest:
     """The same request in the internal form."""
     options = given(**{name: getattr(request, name) for name in SAME_NAME})
     options |= given(repetition_penalty=request.repeat_penalty, model=request.model)
+    if request.repeat_last_n == 0:
+        options |= NO_PENALTIES
+    if request.dry_penalty_last_n is not None:
+        options |= {"dry_range": request.dry_penalty_last_n} if request.dry_penalty_last_n > 0 else {}
+        options |= {"dry_multiplier": 0.0} if request.dry_penalty_last_n == 0 else {}
+    if request.samplers is not None:
+        options |= _switched_off(request.samplers)
     if request.seed is not None and request.seed >= 0:
         options["seed"] = request.seed
     if request.logit_bias:
@@ -100,6 +71,15 @@ def completion_request(request: LlamaCppRequest) -> p.CompletionRequest:
     return p.CompletionRequest(prompt=prompt, max_tokens=limit, **options)
 
 
+def _switched_off(samplers: list[str]) -> dict[str, float]:
+    """The options of the samplers that a list leaves out."""
+    wanted = {OTHER_NAMES.get(name, name) for name in samplers}
+    for name in wanted - {*SAMPLERS, *NO_SAMPLERS}:
+        hint = did_you_mean(name, [*SAMPLERS, *NO_SAMPLERS]) or f": choose from {', '.join(SAMPLERS)}"
+        raise bad_request(f"samplers has {name!r}, which is none{hint}", "samplers")
+    return {option: value for name, off in SAMPLERS.items() if name not in wanted for option, value in off.items()}
+
+
 @dataclass(slots=True)
 class LlamaCppCall:
     """One request, and the shapes of its answer."""
@@ -107,6 +87,7 @@ class LlamaCppCall:
     context: ServerContext
     request: LlamaCppRequest
     inner: CompletionCall
+    is_cut: bool = False  # the prompt of an infill was longer than the context
 
     @property
     def job(self) -> Job:
@@ -115,7 +96,8 @@ class LlamaCppCall:
     def whole(self, whole: Whole, usage: Usage) -> dict[str, Any]:
         answer = whole.answers[0]
         tokens = answer.token_ids if self.request.return_tokens else []
-        return {"index": 0, "content": answer.text, "tokens": tokens} | self._ending(answer, usage, None)
+        body = {"index": 0, "content": answer.text, "tokens": tokens} | self._ending(answer, usage, None)
+        return self._wanted(body)
 
     async def events(self, run: Run) -> AsyncIterator[list[Event]]:
         while batch := await run.next():
@@ -123,23 +105,17 @@ class LlamaCppCall:
             for piece in (piece for news in batch for piece in news.pieces):
                 tokens = piece.token_ids if self.request.return_tokens else []
                 body: dict[str, Any] = {"index": 0, "content": piece.text, "tokens": tokens, "stop": False}
+                if self.request.timings_per_token:
+                    body["timings"] = _timings(run.usage(), None)
                 if piece.finish_reason is not None:
                     answer = Answer()
                     answer.add(piece)
-                    body |= self._ending(answer, run.usage(), run)
+                    body = self._wanted(body | self._ending(answer, run.usage(), run))
                 events.append(encode_json_event(body))
             yield events
 
     def _ending(self, answer: Answer, usage: Usage, run: Run | None) -> dict[str, Any]:
         word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
-        ended = None if run is None else run.ended
-        timings: dict[str, float] = {
-            "prompt_n": usage.prompt_tokens,
-            "predicted_n": usage.completion_tokens,
-            "cache_n": usage.prompt_tokens_details.cached_tokens,
-        }
-        if ended is not None:
-            timings |= {"prompt_ms": 1000 * ended.prefill_time, "predicted_ms": 1000 * ended.decode_time}
         return {
             "id_slot": 0,
             "stop": True,
@@ -149,11 +125,37 @@ class LlamaCppCall:
             "tokens_cached": usage.prompt_tokens_details.cached_tokens,
             "generation_settings": _settings(self.context),
             "prompt": self.request.prompt if isinstance(self.request.prompt, str) else "",
-            "truncated": False,
+            "truncated": self.is_cut,
             "stop_type": "word" if word else STOP_TYPES.get(answer.finish_reason or "", "none"),
             "stopping_word": word,
-            "timings": timings,
+            "timings": _timings(usage, run),
         }
+
+    def _wanted(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The fields of the answer that the request names, under the last parts of their names; all without names."""
+        if not self.request.response_fields:
+            return body
+        found = {}
+        for path in self.request.response_fields:
+            value: Any = body
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                found[path.rpartition("/")[2]] = value
+        return found
+
+
+def _timings(usage: Usage, run: Run | None) -> dict[str, float]:
+    """Numbers of tokens, and the times of a request that has ended."""
+    ended = None if run is None else run.ended
+    timings: dict[str, float] = {
+        "prompt_n": usage.prompt_tokens,
+        "predicted_n": usage.completion_tokens,
+        "cache_n": usage.prompt_tokens_details.cached_tokens,
+    }
+    if ended is not None:
+        timings |= {"prompt_ms": 1000 * ended.prefill_time, "predicted_ms": 1000 * ended.decode_time}
+    return timings
 
 
 def _settings(context: ServerContext) -> dict[str, Any]:
@@ -165,10 +167,38 @@ def _settings(context: ServerContext) -> dict[str, Any]:
 
 async def completion(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), LlamaCppRequest)
-    if request.n_probs:
-        raise bad_request("n_probs is not supported here: use logprobs of /v1/completions", "n_probs")
+    check_supported(request)
     inner = await prepare_completion(context, completion_request(request), tenant_of(scope))
     await run_call(context, LlamaCppCall(context, request, inner), scope, receive, send, EVENTS)
+
+
+async def infill(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    """A text with a gap. Text far from the gap is left out where all does not fit, and the answer says so."""
+    request = decode(await read_body(scope, receive, context.limits), InfillRequest)
+    check_supported(request)
+    try:
+        marks = context.model.require_infill()
+    except RequestError as error:
+        raise bad_request(str(error), "input_suffix") from error
+    files = [ContextFile(file.filename, file.text) for file in request.input_extra or []]
+    prefix, suffix, longest = request.input_prefix + request.prompt, request.input_suffix, context.max_model_len
+    output = longest // 4 if request.n_predict < 0 else min(request.n_predict, longest - 1)
+    tokenizer = context.tokenizers.tokenizer
+    tokens, is_cut = await context.tokenizers.run(
+        lambda: marks.prompt_with_context(tokenizer, prefix, suffix, files, longest - output),
+        len(prefix) + len(suffix) + sum(len(file.text) for file in files),
+    )
+    completion = completion_request(request)
+    completion.prompt = [*tokens]
+    completion.stop_token_ids = None if request.ignore_eos else list(marks.ends)
+    inner = await prepare_completion(context, completion, tenant_of(scope))
+    await run_call(context, LlamaCppCall(context, request, inner, is_cut), scope, receive, send, EVENTS)
+
+
+def check_supported(request: LlamaCppRequest) -> None:
+    if request.n_probs:
+        raise bad_request("n_probs is not supported here: use logprobs of /v1/completions", "n_probs")
+    refuse_others(request, NEUTRAL)
 
 
 async def props(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,6 +243,7 @@ def _slot(number: int, entry: dict[str, Any] | None, context: ServerContext) -> 
 
 ROUTES: tuple[RouteRow, ...] = (
     ("/completion", "POST", completion),
+    ("/infill", "POST", infill),
     ("/props", "GET", props),
     ("/slots", "GET", slots),
 )

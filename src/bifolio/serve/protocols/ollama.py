@@ -15,15 +15,17 @@ import numpy as np
 from bifolio import __version__
 from bifolio.serve import protocol as p
 from bifolio.serve.auth import Receive, Scope, Send, Tenant
+from bifolio.serve.chat import token_logprobs
 from bifolio.serve.completions import prepare as prepare_completion
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import bad_request
 from bifolio.serve.events import Event
-from bifolio.serve.generation import Job, Run, Whole
+from bifolio.serve.generation import Job, Run, Scores, Whole
 from bifolio.serve.http import Framing, decode, read_body, send_json
-from bifolio.serve.protocols.common import RouteRow, given, json_line
+from bifolio.serve.protocols.common import RouteRow, given, json_line, refuse_others
 from bifolio.serve.protocols.ollama_models import ROUTES as MODEL_ROUTES
 from bifolio.serve.protocols.ollama_types import (
+    NEUTRAL,
     EmbedRequest,
     GenerateRequest,
     OllamaBase,
@@ -45,6 +47,7 @@ NDJSON = Framing(
 )
 SAME_NAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty",
              "stop")  # fmt: skip
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 # -- requests -------------------------------------------------------------------------------------------------------
@@ -53,8 +56,11 @@ def _sampling(request: OllamaBase) -> dict[str, Any]:
     options = request.options
     found: dict[str, Any] = {"stream": request.stream}
     if options is not None:
+        refuse_others(options, NEUTRAL)
         found |= given(**{name: getattr(options, name) for name in SAME_NAME})
         found |= given(repetition_penalty=options.repeat_penalty)
+        if options.repeat_last_n == 0:
+            found |= NO_PENALTIES
     limit = None if options is None else options.num_predict
     found["max_tokens"] = None if limit is None or limit < 0 else limit
     if request.format == "json":
@@ -72,7 +78,7 @@ def _chat(request: OllamaBase, messages: Sequence[OllamaMessage], context: Serve
     if request.think is not None and reasons:
         effort = {True: "medium", False: "none"}.get(request.think, request.think)  # type: ignore[arg-type]
     elif request.think:
-        raise bad_request(f"{context.name!r} does not support thinking", "think")
+        raise bad_request(f"{context.name!r} does not support thinking: leave think out", "think")
     tools = request.tools if isinstance(request, OllamaChatRequest) else None
     return p.ChatRequest(
         messages=_messages(messages),
@@ -117,6 +123,7 @@ class OllamaCallShape:
     context: ServerContext
     job: Job
     is_chat: bool
+    request: OllamaBase
     turn: Turn | None = None  # None: text alone
     began: float = field(default_factory=time.perf_counter)
     run: Run | None = None
@@ -129,14 +136,15 @@ class OllamaCallShape:
         parts = merged([*reader.push(answer.text), *reader.finish()])
         content = "".join(part.text for part in parts if isinstance(part, Content))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        body = self._line(content, thinking, _calls(parts))
+        body = self._line(content, thinking, _calls(parts)) | self._scores(answer.logprobs)
         return body | self._ending(answer.finish_reason, usage, None)
 
     async def events(self, run: Run) -> AsyncIterator[list[Event]]:
-        reader, held = self._reader(), list[Part]()
+        reader, held, scores = self._reader(), list[Part](), Scores()
         while batch := await run.next():
             events: list[Event] = []
             for piece in (piece for news in batch for piece in news.pieces):
+                scores += piece.logprobs
                 parts = reader.push(piece.text)
                 if piece.finish_reason is not None:
                     parts = [*parts, *reader.finish()]
@@ -146,11 +154,13 @@ class OllamaCallShape:
                     else:
                         text = part.text
                         line = self._line("", text) if isinstance(part, Reasoning) else self._line(text, "")
-                        events.append(json_line(line | {"done": False}))
+                        events.append(json_line(line | self._scores(scores) | {"done": False}))
+                        scores = Scores()  # they come with the first text after their tokens
                 if piece.finish_reason is not None:
                     if held:
                         events.append(json_line(self._line("", "", _calls(merged(held))) | {"done": False}))
-                    events.append(json_line(self._line("", "") | self._ending(piece.finish_reason, run.usage(), run)))
+                    last = self._line("", "") | self._scores(scores)
+                    events.append(json_line(last | self._ending(piece.finish_reason, run.usage(), run)))
             yield events
 
     def _line(self, content: str, thinking: str, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -159,6 +169,12 @@ class OllamaCallShape:
         if self.is_chat:
             return body | {"message": {"role": "assistant", "content": content, **extra}}
         return body | {"response": content, **extra}
+
+    def _scores(self, scores: Scores) -> dict[str, Any]:
+        """The logprobs of tokens, where the request asks for them."""
+        if not self.request.logprobs or not scores:
+            return {}
+        return {"logprobs": token_logprobs(self.context.texts, scores, self.request.top_logprobs or 0)}
 
     def _ending(self, reason: str | None, usage: Usage, run: Run | None) -> dict[str, Any]:
         total = time.perf_counter() - self.began
@@ -202,29 +218,39 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
     """A prompt, through the chat template where the model has one and `raw` is not set."""
     request = decode(await read_body(scope, receive, context.limits), GenerateRequest)
     context.check_model(request.model.removesuffix(":latest"))
-    for name in ("suffix", "template", "context"):
+    for name in ("template", "context"):
         if getattr(request, name):
             raise bad_request(f"{name} is not supported: leave it out", name)
-    if not request.prompt:  # asks to load the model
+    if not request.prompt and not request.suffix:  # asks to load the model
         await send_json(send, {"model": context.name, "created_at": now(), "response": "", "done": True,
                                "done_reason": "load"})  # fmt: skip
         return
     tenant = tenant_of(scope)
-    if request.raw or context.model.chat_template is None:
+    if request.raw and request.system:
+        raise bad_request("a raw prompt has no system prompt: leave one of them out", "system")
+    if request.suffix and request.system:
+        raise bad_request("a text with a suffix has no system prompt: leave one of them out", "system")
+    if request.raw or request.suffix or context.model.chat_template is None:
         call = await _completion(context, request, tenant)
     else:
         messages = [OllamaMessage(role="user", content=request.prompt)]
         if request.system:
             messages.insert(0, OllamaMessage(role="system", content=request.system))
         turn = await prepare(context, _chat(request, messages, context), tenant)
-        call = OllamaCallShape(context, turn.job, False, turn)
+        call = OllamaCallShape(context, turn.job, False, request, turn)
     await run_call(context, call, scope, receive, send, NDJSON)
 
 
 async def _completion(context: ServerContext, request: GenerateRequest, tenant: Tenant) -> OllamaCallShape:
-    text = f"{request.system}\n\n{request.prompt}" if request.system and not request.raw else request.prompt
-    prepared = await prepare_completion(context, p.CompletionRequest(prompt=text, **_sampling(request)), tenant)
-    return OllamaCallShape(context, prepared.job, False)
+    text = f"{request.system}\n\n{request.prompt}" if request.system else request.prompt
+    if request.think:
+        raise bad_request("a text without the chat template has no marked reasoning: leave think out", "think")
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    scores = (request.top_logprobs or 0) if request.logprobs else None
+    completion = p.CompletionRequest(prompt=text, suffix=request.suffix, logprobs=scores, **_sampling(request))
+    prepared = await prepare_completion(context, completion, tenant)
+    return OllamaCallShape(context, prepared.job, False, request)
 
 
 async def chat(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -236,7 +262,7 @@ async def chat(context: ServerContext, scope: Scope, receive: Receive, send: Sen
                                "done_reason": "load"})  # fmt: skip
         return
     turn = await prepare(context, _chat(request, request.messages, context), tenant_of(scope))
-    await run_call(context, OllamaCallShape(context, turn.job, True, turn), scope, receive, send, NDJSON)
+    await run_call(context, OllamaCallShape(context, turn.job, True, request, turn), scope, receive, send, NDJSON)
 
 
 async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,10 +273,16 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
         raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
     began = time.perf_counter()
     texts = [request.input] if isinstance(request.input, str) else request.input
+    most = context.max_model_len
     if request.truncate is False:
-        inputs = await context.tokenizers.encode(texts, True, context.max_model_len)
+        inputs = await context.tokenizers.encode(texts, True, most)
+        if (longest := max(map(len, inputs))) > most:
+            message = (
+                f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
+            )
+            raise bad_request(message, "truncate", "context_length_exceeded")
     else:
-        inputs = [tokens[: context.max_model_len] for tokens in await context.tokenizers.encode(texts, True)]
+        inputs = await context.tokenizers.encode_beginnings(texts, most)
     with context.admission(tenant_of(scope), len(inputs)):
         work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
         vectors = await unless_gone(work, receive, context.limits.request_timeout)

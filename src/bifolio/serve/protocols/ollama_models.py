@@ -87,7 +87,8 @@ async def pull(context: ServerContext, scope: Scope, receive: Receive, send: Sen
     request = decode(await read_body(scope, receive, context.limits), PullRequest)
     name = request.model or request.name or ""
     if name not in ("", context.name) and not context.allow_pull:
-        raise ApiError(403, "this server fetches no models: start it with --allow-pull, or use bifolio pull")
+        message = f"this server does not fetch {name!r}: start it with --allow-pull, or run `bifolio pull {name}`"
+        raise ApiError(403, message, param="model")
     if _fetches:
         raise ApiError(429, "another model is being fetched: ask again when it is complete", retry_after=10)
     lines = _progress(context, name)

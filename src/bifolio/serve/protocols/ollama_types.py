@@ -6,10 +6,22 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from bifolio.serve.protocol import BIG, Count, Name, Probability, Schema, Share, Stop, Strict, Text, Tool
+from bifolio.serve.protocol import (
+    BIG,
+    Count,
+    Ignored,
+    Name,
+    Probability,
+    Schema,
+    Share,
+    Stop,
+    Strict,
+    Text,
+    Tool,
+)
 
 Whole = Annotated[int, Meta(ge=-BIG, le=BIG)]
-Ignored = Annotated[float, Meta(ge=-1e9, le=1e9)] | bool
+Setting = Annotated[float, Meta(ge=-1e9, le=1e9)] | bool
 KeepAlive = Annotated[float, Meta(ge=-1e9, le=1e9)] | Name
 Think = bool | Literal["low", "medium", "high", "max"]
 Form = Literal["", "json"] | Schema
@@ -27,27 +39,27 @@ class OllamaOptions(Strict, kw_only=True):
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     stop: Stop | None = None
-    # about the process and samplers that this server does not have: ignored
-    num_ctx: Ignored | None = None
-    num_batch: Ignored | None = None
-    num_gpu: Ignored | None = None
-    main_gpu: Ignored | None = None
-    num_thread: Ignored | None = None
-    num_keep: Ignored | None = None
-    numa: Ignored | None = None
-    low_vram: Ignored | None = None
-    f16_kv: Ignored | None = None
-    use_mmap: Ignored | None = None
-    use_mlock: Ignored | None = None
-    logits_all: Ignored | None = None
-    vocab_only: Ignored | None = None
-    embedding_only: Ignored | None = None
-    repeat_last_n: Ignored | None = None
-    tfs_z: Ignored | None = None
-    mirostat: Ignored | None = None
-    mirostat_tau: Ignored | None = None
-    mirostat_eta: Ignored | None = None
-    penalize_newline: Ignored | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=BIG)] | None = None  # 0: no penalties; else all tokens count
+    mirostat: Setting | None = None  # refused, but for the value that means "off"
+    tfs_z: Setting | None = None
+    # see IGNORED
+    num_ctx: Setting | None = None
+    num_batch: Setting | None = None
+    num_gpu: Setting | None = None
+    main_gpu: Setting | None = None
+    num_thread: Setting | None = None
+    num_keep: Setting | None = None
+    numa: Setting | None = None
+    low_vram: Setting | None = None
+    f16_kv: Setting | None = None
+    use_mmap: Setting | None = None
+    use_mlock: Setting | None = None
+    logits_all: Setting | None = None
+    vocab_only: Setting | None = None
+    embedding_only: Setting | None = None
+    mirostat_tau: Setting | None = None
+    mirostat_eta: Setting | None = None
+    penalize_newline: Setting | None = None
 
 
 class OllamaBase(Strict, kw_only=True):
@@ -55,7 +67,7 @@ class OllamaBase(Strict, kw_only=True):
     stream: bool = True
     options: OllamaOptions | None = None
     format: Form | None = None
-    keep_alive: KeepAlive | None = None  # ignored
+    keep_alive: KeepAlive | None = None
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
@@ -65,7 +77,7 @@ class GenerateRequest(OllamaBase, kw_only=True):
     prompt: Text = ""
     system: Text | None = None
     raw: bool | None = None
-    suffix: Name | None = None  # only the empty one
+    suffix: Text | None = None  # the text after the gap, for models that fill in the middle
     template: Text | None = None  # only the model's own
     context: Annotated[list[Count], Meta(max_length=1 << 17)] | None = None  # only the empty one
     images: Annotated[list[Name], Meta(max_length=0)] | None = None
@@ -102,7 +114,7 @@ class EmbedRequest(Strict, kw_only=True):
     input: Text | Annotated[list[Text], Meta(min_length=1, max_length=256)]
     truncate: bool | None = None
     options: OllamaOptions | None = None
-    keep_alive: KeepAlive | None = None  # ignored
+    keep_alive: KeepAlive | None = None
     dimensions: Count | None = None  # only the model's own
 
 
@@ -116,4 +128,28 @@ class PullRequest(Strict, kw_only=True):
     model: Name | None = None
     name: Name | None = None
     stream: bool = True
-    insecure: bool | None = None  # ignored
+    insecure: bool | None = None
+
+
+NEUTRAL = {"mirostat": 0, "tfs_z": 1}  # other values are refused
+AT_START = "it is decided when the server starts: see `bifolio serve --help-all`"
+NO_MIROSTAT = "it belongs to mirostat, which must be 0"
+ONE_MODEL = "the model of the server stays loaded"
+IGNORED: Ignored = {
+    OllamaOptions: {
+        **dict.fromkeys(
+            ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap",
+             "use_mlock", "logits_all", "vocab_only", "embedding_only"),
+            AT_START,
+        ),
+        "num_keep": "the context is never shifted",
+        "mirostat_tau": NO_MIROSTAT,
+        "mirostat_eta": NO_MIROSTAT,
+        "penalize_newline": "ollama ignores it as well",
+    },
+    OllamaBase: {"keep_alive": ONE_MODEL},
+    OllamaFunction: {"index": "calls are in the order of the list"},
+    EmbedRequest: {"options": "embeddings are not sampled", "keep_alive": ONE_MODEL},
+    ShowRequest: {"verbose": "the answer has everything that there is"},
+    PullRequest: {"insecure": "files are checked by their digests"},
+}  # fmt: skip

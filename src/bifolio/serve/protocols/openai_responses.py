@@ -26,8 +26,7 @@ from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_jso
 from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
 from bifolio.serve.protocols.response_shapes import OutputWriter, ended, response_object
 from bifolio.serve.protocols.responses_types import (
-    IGNORED_OF_ITEMS,
-    IGNORED_OF_PARTS,
+    IGNORED,
     ContentPart,
     Item,
     ResponsesRequest,
@@ -40,6 +39,7 @@ from bifolio.serve.turn import History, Turn, prepare
 from bifolio.text.reasoning import texts_of
 from bifolio.text.tools.events import Part, merged
 
+KEPT = {"id", "status", "type"}  # of items and parts: returned by `GET`
 EVENTS = Framing(
     SSE_HEADERS,
     b"",
@@ -73,7 +73,7 @@ def chat_request(request: ResponsesRequest, messages: list[p.Message]) -> p.Chat
         stream=request.stream,
         tools=tools or None,
         **given(
-            tool_choice=choice if tools else None,
+            tool_choice=choice,
             parallel_tool_calls=request.parallel_tool_calls,
             max_tokens=request.max_output_tokens,
             temperature=request.temperature,
@@ -132,7 +132,7 @@ def _join(message: p.Message, item: Item) -> None:
 def _joined(content: str | Sequence[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.text for part in content)
+    return "".join(part.text + (part.refusal or "") for part in content)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -225,12 +225,11 @@ def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _without_ignored(item: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in item.items() if name not in IGNORED_OF_ITEMS}
+    kept = {name: value for name, value in item.items() if name in KEPT or name not in IGNORED[Item]}
     for name in ("content", "output", "summary"):
         if isinstance(kept.get(name), list):
-            kept[name] = [
-                {field: value for field, value in part.items() if field not in IGNORED_OF_PARTS} for part in kept[name]
-            ]
+            notes = IGNORED[ContentPart].keys() - KEPT
+            kept[name] = [{field: value for field, value in part.items() if field not in notes} for part in kept[name]]
     return kept
 
 

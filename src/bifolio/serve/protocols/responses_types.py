@@ -7,11 +7,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from bifolio.serve.protocol import Count, FreeJson, Message, Name, Probability, Schema, Strict, Text
+from bifolio.serve.protocol import (
+    ALL_CACHED,
+    NO_ACCOUNTS,
+    ONE_TIER,
+    Count,
+    FreeJson,
+    Ignored,
+    Message,
+    Name,
+    Probability,
+    Schema,
+    Strict,
+    Text,
+)
 
-Ignored = Annotated[list[FreeJson], Meta(max_length=128)]
-IGNORED_OF_PARTS = frozenset({"annotations", "logprobs"})
-IGNORED_OF_ITEMS = frozenset({"encrypted_content", "phase", "caller", "namespace"})
+Notes = Annotated[list[FreeJson], Meta(max_length=128)]
 
 
 class ContentPart(Strict, kw_only=True):
@@ -20,8 +31,8 @@ class ContentPart(Strict, kw_only=True):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: Text = ""
     refusal: Text | None = None
-    annotations: Ignored | None = None
-    logprobs: Ignored | None = None
+    annotations: Notes | None = None
+    logprobs: Notes | None = None
 
 
 class Item(Strict, kw_only=True):
@@ -37,7 +48,7 @@ class Item(Strict, kw_only=True):
     arguments: Text | None = None
     output: Text | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
     summary: Annotated[list[ContentPart], Meta(max_length=128)] | None = None
-    encrypted_content: Text | None = None  # ignored, like the next three
+    encrypted_content: Text | None = None
     phase: Name | None = None
     caller: FreeJson | None = None
     namespace: Name | None = None
@@ -58,7 +69,7 @@ class ToolName(Strict, kw_only=True):
 
 class ReasoningOptions(Strict, kw_only=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Name | None = None  # ignored, like the next
+    summary: Name | None = None
     generate_summary: Name | None = None
 
 
@@ -72,11 +83,11 @@ class TextFormat(Strict, kw_only=True):
 
 class TextOptions(Strict, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Name | None = None  # ignored
+    verbosity: Name | None = None
 
 
 class ResponsesStreamOptions(Strict, kw_only=True):
-    include_obfuscation: bool = False  # ignored
+    include_obfuscation: bool = False
 
 
 class ResponsesRequest(Strict, kw_only=True):
@@ -101,7 +112,7 @@ class ResponsesRequest(Strict, kw_only=True):
     # beyond OpenAI
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     thinking_budget: Count | None = None
-    # ignored
+    # see IGNORED
     include: Annotated[list[Name], Meta(max_length=32)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
     max_tool_calls: Count | None = None
@@ -121,3 +132,41 @@ class Stored(msgspec.Struct, array_like=True):
     token_ids: bytes  # i32[t] of the prompt and the output
     response: dict[str, Any]
     items: list[dict[str, Any]]  # the input of this turn
+
+
+OF_OPENAI = "it is a note of OpenAI's servers"
+STORED = "the model does not see it; the stored input has it"
+NO_SUMMARIES = "reasoning is returned as it is, not summarised"
+IGNORED: Ignored = {
+    ContentPart: {
+        "type": "all parts of a text are joined",
+        "annotations": "the model does not see notes on a text",
+        "logprobs": "they belong to an answer",
+    },
+    Item: {
+        "id": STORED,
+        "status": STORED,
+        "encrypted_content": "encrypted reasoning cannot be read",
+        "phase": OF_OPENAI,
+        "caller": OF_OPENAI,
+        "namespace": OF_OPENAI,
+    },
+    ReasoningOptions: {"summary": NO_SUMMARIES, "generate_summary": NO_SUMMARIES},
+    TextFormat: {
+        "name": "the model does not see the name of a schema",
+        "description": "the model does not see the description of a schema",
+        "strict": "the output always follows the schema",
+    },
+    TextOptions: {"verbosity": "models have no such setting: ask for it in the instructions"},
+    ResponsesStreamOptions: {"include_obfuscation": "events are not padded"},
+    ResponsesRequest: {
+        "truncation": "a conversation that does not fit is always refused",
+        "include": "the answer has everything that there is",
+        "max_tool_calls": "the server calls no tools of its own",
+        "user": NO_ACCOUNTS,
+        "safety_identifier": NO_ACCOUNTS,
+        "service_tier": ONE_TIER,
+        "prompt_cache_key": ALL_CACHED,
+        "prompt_cache_retention": "blocks stay until others need their place",
+    },
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from bifolio.text.tools.buffer import Buffer, Marks
 from bifolio.text.tools.events import Content, Part, Tools
@@ -26,7 +26,9 @@ class BlockParser:
     are returned as they arrive. Spaces around calls are dropped.
 
     Without `closing` a block ends where its reader says. With `at_start` a block may begin at the start of the answer
-    alone, without a marker, by one of these characters.
+    alone, without a marker, by one of these characters. `unmarked` are readers of calls that a model writes without the
+    markers of its template, by the text that opens their block at the start of a line ("": `at_start`); such a block
+    ends where its reader says, and no grammar guarantees it.
     """
 
     def __init__(
@@ -37,15 +39,19 @@ class BlockParser:
         openings: tuple[str, ...],
         closing: str | None = None,
         at_start: str = "",
+        unmarked: Mapping[str, NewReader] | None = None,
         is_certain: bool = False,
     ) -> None:
         self._tools, self._new_reader = tools, new_reader
-        self._openings, self._at_start = Marks(*openings), at_start
-        self._closing = None if closing is None else Marks(closing)
+        self._unmarked = unmarked or {}
+        self._openings, self._at_start = Marks(*openings, *filter(None, self._unmarked)), at_start
+        self._usual_closing = None if closing is None else Marks(closing)
+        self._closing = self._usual_closing  # of the block under way
         self._is_certain = is_certain
         self._buffer = Buffer()
         self._space: list[str] = []  # at the end of the text so far
         self._is_first = True  # nothing but spaces was read
+        self._is_line_start = True  # nothing but spaces was read in this line
         self._has_calls = False
         self._reader: Reader | None = None  # of the block under way
         self._opening = ""
@@ -93,13 +99,17 @@ class BlockParser:
             return False
         text, opening = self._buffer.take_before(self._openings)
         self._text(text, parts)
-        if opening:
+        if opening in self._unmarked and not self._is_line_start:
+            self._text(opening, parts)
+        elif opening:
             self._begin_block(opening)
         return bool(opening)
 
     def _text(self, text: str, parts: list[Part]) -> None:
         """Plain text; spaces at its end wait, because a call may follow."""
         body = text.rstrip()
+        line = text[text.rfind("\n") + 1 :]
+        self._is_line_start = (self._is_line_start or len(line) < len(text)) and not line.strip()
         if body:
             self._is_first = False
             parts.append(Content("".join([*self._space, body])))
@@ -109,7 +119,8 @@ class BlockParser:
 
     # -- in a block ----------------------------------------------------------------------------------------------------
     def _begin_block(self, opening: str) -> None:
-        self._reader = self._new_reader(self._tools)
+        self._reader = self._unmarked.get(opening, self._new_reader)(self._tools)
+        self._closing = None if opening in self._unmarked else self._usual_closing
         self._opening, self._block, self._after, self._chars = opening, [], [], _FIRST_CHARS
         self._pending, self._has_sent, self._is_first = [], False, False
 

@@ -61,6 +61,28 @@ class AnswerReader(Protocol):
         """Return the remaining parts: no further text follows."""
 
 
+class OneCall:
+    """An answer of which one call is taken: later calls are left out, text and reasoning stay."""
+
+    def __init__(self, inner: AnswerReader) -> None:
+        self._inner = inner
+        self._num_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        return self._taken(self._inner.push(text))
+
+    def finish(self) -> list[Part]:
+        return self._taken(self._inner.finish())
+
+    def _taken(self, parts: Sequence[Part]) -> list[Part]:
+        taken: list[Part] = []
+        for part in parts:
+            self._num_calls += isinstance(part, Call)
+            if self._num_calls < 2 or not isinstance(part, Call | Arguments):
+                taken.append(part)
+        return taken
+
+
 def merged(parts: Sequence[Part]) -> list[Part]:
     """Join neighbours of one kind, so that answers that were cut differently compare equal."""
     result: list[Part] = []

@@ -1,4 +1,7 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3."""
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3.
+
+Qwen2.5-Coder has the same template, but writes most calls into a ```json block or as the whole answer.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
 from bifolio.text.tools.readers import JsonCallsReader
+from bifolio.text.tools.unmarked import FencedCallsReader, PlainCallsReader
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+UNMARKED = {"```json": FencedCallsReader, "": PlainCallsReader}
 
 
 class Hermes(ToolFormat):
@@ -21,7 +26,11 @@ class Hermes(ToolFormat):
         return cls() if OPENING in template else None
 
     def reader(self, tools: Tools, is_certain: bool = False) -> AnswerReader:
-        return BlockParser(tools, JsonCallsReader, openings=(OPENING,), closing=CLOSING, is_certain=is_certain)
+        if is_certain:
+            return BlockParser(tools, JsonCallsReader, openings=(OPENING,), closing=CLOSING, is_certain=True)
+        return BlockParser(
+            tools, JsonCallsReader, openings=(OPENING,), closing=CLOSING, at_start="{[", unmarked=UNMARKED
+        )
 
     def write(self, lark: LarkWriter, tools: Sequence[ToolSpec], *, must_call: bool, many: bool) -> None:
         call = lark.calls([lark.json_call(tool) for tool in tools])

@@ -219,7 +219,7 @@ class JsonValueReader(Reader):
         return [] if strict is None else [Arguments(strict.finish())]
 
 
-class _Place(Enum):
+class Place(Enum):
     """The element that a reader of JSON calls expects."""
 
     START = auto()
@@ -237,7 +237,7 @@ class JsonCallsReader(JsonValueReader):
     def __init__(self, tools: Tools, separators: str = ",") -> None:
         super().__init__(tools)
         self._separators = separators  # between objects that are not in a list
-        self._place = _Place.START
+        self._place = Place.START
         self._in_list = False
         self._key = ""
         self._name: str | None = None
@@ -245,23 +245,23 @@ class JsonCallsReader(JsonValueReader):
         self._has_value = False
 
     def _step(self) -> bool:
-        if self._place is _Place.VALUE:
+        if self._place is Place.VALUE:
             return self._read_value()
         mark = self.buffer.peek()
         if not mark:
             return False
         match self._place:
-            case _Place.START:
+            case Place.START:
                 return self._read_start(mark)
-            case _Place.ITEM:
+            case Place.ITEM:
                 return self._read_item(mark)
-            case _Place.KEY:
+            case Place.KEY:
                 return self._read_key(mark)
-            case _Place.COLON:
+            case Place.COLON:
                 return self._read_colon(mark)
-            case _Place.OPENING:
+            case Place.OPENING:
                 return self._read_opening(mark)
-            case _Place.AFTER:
+            case Place.AFTER:
                 return self._read_after(mark)
 
     def _read_start(self, mark: str) -> bool:
@@ -270,7 +270,7 @@ class JsonCallsReader(JsonValueReader):
             self.buffer.skip(1)
         elif mark != "{":
             return self._fail()
-        self._place = _Place.ITEM
+        self._place = Place.ITEM
         return True
 
     def _read_item(self, mark: str) -> bool:
@@ -279,7 +279,7 @@ class JsonCallsReader(JsonValueReader):
         self.buffer.skip(1)
         self._name, self._arguments, self._has_value = None, None, False
         self.is_complete = False
-        self._place = _Place.KEY
+        self._place = Place.KEY
         return True
 
     def _read_key(self, mark: str) -> bool:
@@ -296,14 +296,14 @@ class JsonCallsReader(JsonValueReader):
         if key is None:
             return False
         self._key = key
-        self._place = _Place.COLON
+        self._place = Place.COLON
         return True
 
     def _read_colon(self, mark: str) -> bool:
         if mark != ":":
             return self._fail()
         self.buffer.skip(1)
-        self._place = _Place.OPENING
+        self._place = Place.OPENING
         return True
 
     def _read_opening(self, mark: str) -> bool:
@@ -313,7 +313,7 @@ class JsonCallsReader(JsonValueReader):
         if self._is_arguments and (mark not in '{"n' or self._arguments is not None):
             return self._fail()
         self._is_object = mark == "{"
-        self._place = _Place.VALUE
+        self._place = Place.VALUE
         return True
 
     @property
@@ -338,7 +338,7 @@ class JsonCallsReader(JsonValueReader):
             if self._is_arguments and not self._end_arguments(raw):
                 return False
         self._has_value = True
-        self._place = _Place.KEY
+        self._place = Place.KEY
         return True
 
     def _end_arguments(self, raw: str) -> bool:
@@ -362,7 +362,7 @@ class JsonCallsReader(JsonValueReader):
             return self._fail()
         if self._arguments is None:
             self.events.append(Arguments("{}"))
-        self._place = _Place.AFTER
+        self._place = Place.AFTER
         self.is_complete = not self._in_list
         return True
 
@@ -373,7 +373,7 @@ class JsonCallsReader(JsonValueReader):
             return False
         if mark in ("," if self._in_list else self._separators):
             self.buffer.skip(1)
-            self._place = _Place.ITEM
+            self._place = Place.ITEM
             self.is_complete = False
             return True
         if self._in_list:

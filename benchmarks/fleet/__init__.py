@@ -1,0 +1,1 @@
+"""A trace on a simulated fleet: the product's queue, planner, block manager and router, without computation."""

@@ -1,0 +1,1 @@
+"""Studies whose result is no row of a table: `python -m benchmarks.tools.NAME --help`."""
