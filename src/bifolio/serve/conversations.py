@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request
+from bifolio.sequence import Request, RequestOptions
 
 Send = Callable[[m.FromEngine], None]
 MAX_ENTRIES = 1024
@@ -129,14 +128,13 @@ def _conversation(message: m.Remember) -> Conversation:
     return Conversation(message.owner, message.request_id, message.body, message.share)
 
 
-def add_or_fork(engine: InferenceEngine, message: m.Start, params: SamplingParams, options: dict[str, Any]) -> Request:
+def add_or_fork(engine: InferenceEngine, message: m.Start, params: SamplingParams, options: RequestOptions) -> Request:
     """Add a request: as a branch of a kept one whose tokens its prompt continues, else by itself."""
     prompt, parent = message.prompt_token_ids, engine.batcher.kept(message.parent) if message.parent else None
     known = [] if parent is None else list(parent.token_ids)
     is_branch = parent is not None and parent.request.salt == message.salt and len(prompt) > len(known)
     if is_branch and prompt[: len(known)] == known:
-        rest = {name: value for name, value in options.items() if name != "salt"}  # a branch has its parent's
-        request = engine.fork(message.parent, message.id, prompt[len(known) :], params, **rest)
+        request = engine.fork(message.parent, message.id, prompt[len(known) :], params, **options)
     else:
         request = engine.add_request(message.id, prompt, params, **options)
     if message.keeps:

@@ -29,7 +29,7 @@ from bifolio.errors import BifolioError, FaultKind, GrammarError, ModelOutputErr
 from bifolio.long_rope import short_context
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request, StepResult
+from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.serve.block_transfer import BlockTransfer
 from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
@@ -222,11 +222,11 @@ class EngineService:
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
-        options: dict[str, Any] = {"turn": turn, "salt": message.salt, "owner": message.share}
+        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
         prompt = message.prompt_token_ids
         try:
             if message.is_beam_search:
-                request = engine.add_beam_search(message.id, prompt, BeamSearchParams(**values), **options)
+                request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
             else:
                 request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
         except BifolioError as error:
