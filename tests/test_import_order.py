@@ -4,8 +4,8 @@
         -> quant -> modules of the top level
 
 Every file is parsed, so imports inside functions, `if TYPE_CHECKING` imports and modules named in strings
-(`import_module("bifolio.cli.serve")`, `["-m", "bifolio.serve.worker"]`) count like any other. Between two packages of
-one layer, imports go in one direction only.
+(`import_module("bifolio.cli.serve")`, `["-m", "bifolio.serve.process.worker"]`) count like any other. Between two
+packages of one layer, imports go in one direction only.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def test_packages_of_one_layer_do_not_import_each_other_both_ways() -> None:
         ("def f():\n    from bifolio.engine import build", "bifolio.engine.build"),
         ("def f():\n    from bifolio.engine.build import SIZES", "bifolio.engine.build"),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bifolio.api.llm import LLM", "bifolio.api.llm"),
-        ("import_module('bifolio.serve.app')", "bifolio.serve.app"),
+        ("import_module('bifolio.serve.http.app')", "bifolio.serve.http.app"),
         ("import_module(f'bifolio.cli.{verb}')", "bifolio.cli"),
-        ("run([sys.executable, '-m', 'bifolio.serve.worker'])", "bifolio.serve.worker"),
+        ("run([sys.executable, '-m', 'bifolio.serve.process.worker'])", "bifolio.serve.process.worker"),
         ("from bifolio import LLM", "bifolio.api.llm"),
         ("from bifolio import config", "bifolio.config"),
         ("from . import interface", "bifolio.kernels.interface"),

@@ -20,7 +20,7 @@ from bifolio.cluster.prefill_pool import PrefillPool
 from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.cluster.replica import free_ports, transfer_of
 from bifolio.cluster.replica_engine import ReplicaEngine
-from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.process.supervisor import EngineProcess
 from bifolio.transfer_settings import Address, BlockSource
 from helpers import random_prompt
 

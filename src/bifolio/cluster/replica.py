@@ -16,7 +16,7 @@ import msgspec
 
 from bifolio.api import messages as m
 from bifolio.errors import EngineDeadError, EngineFaultError, FaultKind
-from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.process.supervisor import EngineProcess
 from bifolio.transfer_settings import Address, BlockSource, TransferSettings
 
 logger = logging.getLogger(__name__)
