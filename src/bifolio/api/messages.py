@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
-from bifolio.transfer_settings import TransferSettings
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes

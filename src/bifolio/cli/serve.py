@@ -10,8 +10,8 @@ from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
     from bifolio.api.messages import KvEventSettings
+    from bifolio.config.transfer import TransferSettings
     from bifolio.serve.http.server import ServerSettings
-    from bifolio.transfer_settings import TransferSettings
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -218,8 +218,8 @@ class ServerOptions:
         )
 
     def _transfer(self) -> TransferSettings:
+        from bifolio.config.transfer import TransferSettings
         from bifolio.serve.http.auth import read_keys
-        from bifolio.transfer_settings import TransferSettings
 
         secret = "" if self.transfer_secret_file is None else read_keys([], [self.transfer_secret_file])[0]
         addresses = tuple(self.prefill_address or ())

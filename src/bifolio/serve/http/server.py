@@ -19,6 +19,7 @@ import uvicorn
 
 from bifolio.api.client import EngineClient
 from bifolio.api.messages import KvEventSettings, Launch
+from bifolio.config.transfer import TransferSettings
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
 from bifolio.serve.helpers.allocator import return_large_blocks, trim_now_and_then
@@ -34,7 +35,6 @@ from bifolio.serve.http.listening import check_certificate, reserve
 from bifolio.serve.http.tls_doors import TlsDoors, tls_context
 from bifolio.serve.process.supervisor import EngineProcess
 from bifolio.serve.views.vllm_metrics import with_vllm_names
-from bifolio.transfer_settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 

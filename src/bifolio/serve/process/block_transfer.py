@@ -12,13 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from bifolio.api.messages import Start
+from bifolio.config.transfer import TransferSettings
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.transfer.blocks import Sizes
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.engine.transfer.prefill_engines import PrefillEngines, RoutedPrefillEngines
 from bifolio.long_rope import rope_of_request, salt_of_rope
-from bifolio.transfer_settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 MAX_FETCHES = 32  # transfers at the same time; further requests wait

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bifolio.config import LatentConfig, ModelConfig, MoeConfig
+    from bifolio.config.layers import MoeConfig
+    from bifolio.config.model import LatentConfig, ModelConfig
 
 
 def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
