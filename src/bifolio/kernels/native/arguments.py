@@ -8,8 +8,6 @@ import numpy as np
 
 from bifolio.kernels.interface import (
     Array,
-    AttentionPhase,
-    AttentionSegment,
     AttentionShape,
     Batch,
     Norm,
@@ -22,7 +20,6 @@ from bifolio.kernels.recurrence import states_of
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "tanh": 5}
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
-PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 RECURRENCE_CODES = {"conv": 0, "delta": 1, "mamba": 2}
 
 
@@ -72,11 +69,6 @@ def native_shape(shape: AttentionShape) -> Any:
     if shape.queries_only:
         native = native.of_queries()
     return native if shape.sinks is None else native.with_sinks(floats(shape.sinks))
-
-
-def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
-    phase = PHASE_CODES[segment.phase]
-    return phase, segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
 
 
 def native_cache(storage: Storage) -> Any:

@@ -37,14 +37,13 @@ from bifolio.kernels.native.arguments import (
     floats,
     native_cache,
     native_recurrence,
-    native_segment,
     native_states,
     state_arrays,
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
 from bifolio.kernels.native.operations import NativeOperations
-from bifolio.kernels.native.program import NativeProgram
+from bifolio.kernels.native.program import NativeProgram, native_segment
 from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.convert import DENSE_FORMATS, convert

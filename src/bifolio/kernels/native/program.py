@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bifolio.kernels.interface import Batch, Network, Storage, TimedOperation
-from bifolio.kernels.native.arguments import native_segment
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch, Network, Storage, TimedOperation
 from bifolio.kernels.native.operations import LOGIT_ROWS, POSITIONS, TOKEN_IDS, NativeOperations, Register
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
+
+PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 
 
 class NativeProgram:
@@ -107,3 +108,8 @@ def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_number(each) for each in value]
     return -1 if value is None else value.number
+
+
+def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
+    phase = PHASE_CODES[segment.phase]
+    return phase, segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
