@@ -13,6 +13,7 @@ import pytest
 
 from bifolio import LLM, AsyncLLM, BeamSearchParams, Grammar, SamplingParams, StructuredOutputsParams
 from bifolio.api.vllm_options import IGNORED as PORTED
+from bifolio.api.vllm_options import speculative_from
 from bifolio.config import SpeculativeConfig
 from bifolio.errors import BifolioError, ConfigError, RequestError
 from bifolio.sampling_params import IGNORED, RequestOutputKind
@@ -190,3 +191,9 @@ def test_two_options_for_one_thing_are_refused(folder: Any) -> None:
     with pytest.raises(RequestError, match="prompt is another name of prompts"):
         engine.generate("a", prompt="b")
     engine.shutdown()
+
+
+def test_sizes_of_ngrams_are_no_option() -> None:
+    speculative_from({"method": "ngram", "prompt_lookup_max": 4})
+    with pytest.warns(UserWarning, match="prompt_lookup_max'] has no effect: n-grams of"):
+        assert speculative_from({"method": "ngram", "prompt_lookup_max": 9}) == SpeculativeConfig("ngram")

@@ -105,7 +105,7 @@ def roomy(kind: str) -> LLM:
 def crowded(kind: str, method: str, on_device: bool, engine: dict[str, Any]) -> LLM:
     options = dict(engine)
     length, adaptive, room = options.pop("length"), options.pop("adaptive"), options.pop("room")
-    own: dict[str, Any] = {"ngram_min": 1} if method == "ngram" else {}
+    own: dict[str, Any] = {}
     if method == "draft":
         own["draft_model"] = str(folder("dense" if kind == "hybrid" else kind))
     if method == "eagle":

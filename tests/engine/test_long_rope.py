@@ -138,7 +138,7 @@ def test_a_branch_that_outgrows_the_short_factors_is_computed_whole() -> None:
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_drafts_samples_and_beams_follow_the_request(method: str) -> None:
     plain = run_all(make_engine(long_rope_model()))
-    config = SpeculativeConfig(method, length=3, ngram_min=1, adaptive=False)  # type: ignore[arg-type]
+    config = SpeculativeConfig(method, length=3, adaptive=False)  # type: ignore[arg-type]
     draft = long_rope_model() if method == "draft" else None
     engine = make_engine(long_rope_model(), draft_model=draft, speculative=config)
     requests = add_all(engine)

@@ -56,7 +56,7 @@ def test_a_beam_search(llm: LLM, options: dict[str, object]) -> None:
 
 
 def test_drafts() -> None:
-    llm = new_llm(SpeculativeConfig("ngram", ngram_min=1, adaptive=False))
+    llm = new_llm(SpeculativeConfig("ngram", adaptive=False))
     assert llm.generate([[5, 6] * 4], SamplingParams(temperature=0.0))[0].error == NO_FINITE_LOGIT
 
 

@@ -111,7 +111,7 @@ def test_four_beams(watch: Watch) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_drafts(watch: Watch, method: Any) -> None:
-    config = SpeculativeConfig(method, length=3, adaptive=False, ngram_min=1)
+    config = SpeculativeConfig(method, length=3, adaptive=False)
     engine = make_engine(speculative=config, **({"draft_model": tiny_loaded(seed=7)} if method == "draft" else {}))
     prompt = [7, 8, 9] * 4
     request = engine.add_request("d", prompt, GREEDY)

@@ -22,7 +22,7 @@ KINDS = [
     SamplingParams(max_tokens=9, temperature=0.9, seed=4, n=3, logprobs=1, ignore_eos=True),
     SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, seed=5, prompt_logprobs=1, ignore_eos=True),
 ]
-NGRAM = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+NGRAM = SpeculativeConfig("ngram", adaptive=False)
 
 
 def make_llm(name: str, size: int, **options: Any) -> LLM:

@@ -38,8 +38,6 @@ class SpeculativeConfig:
     length: int = 4  # the most draft tokens per step
     draft_model: str | None = None  # a model (draft), or the folder of a head (eagle)
     adaptive: bool = True  # shorten or pause drafts that cost more time than they save
-    ngram_max: int = 4
-    ngram_min: int = 2
 
     def __post_init__(self) -> None:
         if self.method not in SPECULATIVE_METHODS:
@@ -49,8 +47,6 @@ class SpeculativeConfig:
             raise ConfigError("speculative method 'eagle' needs the folder of a head: pass draft_model")
         if not 1 <= self.length <= 32:
             raise ConfigError(f"speculative length must be between 1 and 32, not {self.length}")
-        if not 1 <= self.ngram_min <= self.ngram_max:
-            raise ConfigError(f"n-gram sizes must satisfy 1 <= {self.ngram_min} <= {self.ngram_max}")
 
 
 @dataclass(frozen=True, slots=True)
