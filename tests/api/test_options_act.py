@@ -120,7 +120,6 @@ NAMED: dict[str, list[Any]] = {
 ON_A_GPU = {  # and for hybrid models: nothing to see here
     "gpu_memory_utilization": "the share of a GPU's memory",
     "warm_up": "kernels of a GPU are compiled ahead",
-    "state_checkpoint_tokens": "checkpoints of recurrent states",
     "dtype": "dense weights on a GPU",
     "on_load": "a function",
 }
