@@ -76,6 +76,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.dist = "worksteal"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_ngrams() -> None:
+    """Draft after single tokens too: tiny models repeat those, and seldom two in a row."""
+    from bifolio.engine.speculative import ngram
+
+    ngram.SIZES = (4, 3, 2, 1)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[COLLECTED] = Collected()
 

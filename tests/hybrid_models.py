@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig, layers_of
+from bifolio.config import CacheConfig, ModelConfig, RecurrentConfig, RopeConfig, layers_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import HF_LLAMA, assemble
@@ -65,3 +68,11 @@ def tiny_hybrid(kind: str, seed: int = 0) -> LoadedModel:
     names = replace(HF_LLAMA, recurrent=NAMES[kind], gate="self_attn.gate_proj")
     weights = assemble(config, names, matrix, vector)
     return LoadedModel(Path(f"hybrid-{kind}"), config, weights=weights)
+
+
+@contextmanager
+def spaced_checkpoints(tokens: int | None) -> Iterator[None]:
+    """Models that are opened here have checkpoints of their states at this distance; None: by their size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bifolio.api.engine_options.CacheConfig", partial(CacheConfig, checkpoint_tokens=tokens))
+        yield

@@ -28,7 +28,6 @@ from bifolio.measure.random_models import open_model
 NEW = 5  # turns of a conversation
 ENGINES = {
     "checkpoints": {},
-    "ends alone": {"state_checkpoint_tokens": 1 << 20},
     "no prefix cache": {"enable_prefix_caching": False},
 }
 

@@ -13,6 +13,7 @@ import pytest
 
 from bifolio import LLM, AsyncLLM, BeamSearchParams, Grammar, SamplingParams, StructuredOutputsParams
 from bifolio.api.vllm_options import IGNORED as PORTED
+from bifolio.api.vllm_options import speculative_from
 from bifolio.config import SpeculativeConfig
 from bifolio.errors import BifolioError, ConfigError, RequestError
 from bifolio.sampling_params import IGNORED, RequestOutputKind
@@ -119,7 +120,6 @@ NAMED: dict[str, list[Any]] = {
 ON_A_GPU = {  # and for hybrid models: nothing to see here
     "gpu_memory_utilization": "the share of a GPU's memory",
     "warm_up": "kernels of a GPU are compiled ahead",
-    "state_checkpoint_tokens": "checkpoints of recurrent states",
     "dtype": "dense weights on a GPU",
     "on_load": "a function",
 }
@@ -190,3 +190,9 @@ def test_two_options_for_one_thing_are_refused(folder: Any) -> None:
     with pytest.raises(RequestError, match="prompt is another name of prompts"):
         engine.generate("a", prompt="b")
     engine.shutdown()
+
+
+def test_sizes_of_ngrams_are_no_option() -> None:
+    speculative_from({"method": "ngram", "prompt_lookup_max": 4})
+    with pytest.warns(UserWarning, match="prompt_lookup_max'] has no effect: n-grams of"):
+        assert speculative_from({"method": "ngram", "prompt_lookup_max": 9}) == SpeculativeConfig("ngram")

@@ -239,7 +239,7 @@ OPTIONS = {
     "small memory": Option(SMALL, check_crowd),
     "deterministic": Option({"deterministic": True}),
     "tensor parallel": Option({"tensor_parallel_size": 2, "threads": 2}, refused=WITHOUT_RANKS),
-    "draft": Option({"speculative": SpeculativeConfig("ngram", ngram_min=1, adaptive=False)}),
+    "draft": Option({"speculative": SpeculativeConfig("ngram", adaptive=False)}),
     "beams": Option({}, check_beams),
     "grammar": Option({}, check_grammar),
 }

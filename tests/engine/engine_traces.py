@@ -107,7 +107,7 @@ class Trace:
     def _states(self, rng: random.Random, size: int) -> dict[str, Any]:
         """As few states as 6 sequences need, or some more; checkpoints close to each other, or far."""
         drafts = rng.choice([0, 0, 2])
-        speculative = SpeculativeConfig("ngram", length=drafts, ngram_min=1, adaptive=False) if drafts else None
+        speculative = SpeculativeConfig("ngram", length=drafts, adaptive=False) if drafts else None
         return {
             "num_states": 2 + 6 * (2 + drafts) + rng.choice([0, 1, 2, 5, 40]),
             "checkpoint_tokens": size * rng.choice([1, 2, 3, 64]),

@@ -35,6 +35,7 @@ from bifolio.model.loader import load_model
 from bifolio.sequence import Request
 from draft_heads import eagle_folder
 from helpers import cpu_kernel_names, make_kernels, tiny_folder, tiny_model, tiny_tokenizer
+from hybrid_models import spaced_checkpoints
 
 MAX_LENGTH = 36
 NUM_ASKED = 6  # requests of one life
@@ -105,20 +106,20 @@ def roomy(kind: str) -> LLM:
 def crowded(kind: str, method: str, on_device: bool, engine: dict[str, Any]) -> LLM:
     options = dict(engine)
     length, adaptive, room = options.pop("length"), options.pop("adaptive"), options.pop("room")
-    own: dict[str, Any] = {"ngram_min": 1} if method == "ngram" else {}
+    own: dict[str, Any] = {}
     if method == "draft":
         own["draft_model"] = str(folder("dense" if kind == "hybrid" else kind))
     if method == "eagle":
         own["draft_model"] = str(head(kind))
     speculative = SpeculativeConfig(method, length, adaptive=adaptive, **own) if method else None  # type: ignore[arg-type]
-    if kind != "hybrid":
-        options["state_checkpoint_tokens"] = None
+    spacing = options.pop("checkpoint_tokens")  # of hybrid models
     blocks = 2 + int(-(-MAX_LENGTH // options["block_size"]) * room)
     kernels = device_kernels() if on_device else kernel_set()
-    return LLM(
-        model(kind), kernels=kernels, poison_free_blocks=True, num_blocks=blocks, max_model_len=MAX_LENGTH,
-        speculative=speculative, **options,
-    )  # fmt: skip
+    with spaced_checkpoints(spacing):
+        return LLM(
+            model(kind), kernels=kernels, poison_free_blocks=True, num_blocks=blocks, max_model_len=MAX_LENGTH,
+            speculative=speculative, **options,
+        )  # fmt: skip
 
 
 def fail(error: Exception) -> NoReturn:

@@ -212,6 +212,6 @@ ENGINES = st.fixed_dictionaries(
         "enable_prefix_caching": flag,
         "length": some(1, 2, 4),
         "adaptive": st.sampled_from((False, False, False, True)),
-        "state_checkpoint_tokens": some(None, 8, 16),
+        "checkpoint_tokens": some(None, 8, 16),
     }
 )

@@ -57,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_size=chunk_size,
             enable_prefix_caching=prefix,
             max_waiting=MAX_WAITING,
-            speculative=SpeculativeConfig("ngram", length=drafts, ngram_min=1, adaptive=False) if drafts else None,
+            speculative=SpeculativeConfig("ngram", length=drafts, adaptive=False) if drafts else None,
         )
         self.requests: dict[str, tuple[Request, tuple[int, ...], tuple[tuple[str, Any], ...]]] = {}
         self.aborted: set[str] = set()

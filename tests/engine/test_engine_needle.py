@@ -72,7 +72,7 @@ def crowded_engine(rng: np.random.Generator, kernels: KernelSet, model: LoadedMo
         token_budget=int(rng.integers(max_num_seqs, 30)),
         chunk_size=int(rng.choice([1, 2, 3, 5, 8, 13, 64])),
         enable_prefix_caching=bool(rng.random() < 0.8),
-        speculative=SpeculativeConfig("ngram", ngram_min=1, adaptive=False) if rng.random() < 0.3 else None,
+        speculative=SpeculativeConfig("ngram", adaptive=False) if rng.random() < 0.3 else None,
         checkpoint_tokens=block_size,  # of hybrid models: prompts are short
     )
 

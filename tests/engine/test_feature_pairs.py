@@ -79,7 +79,7 @@ def head(features: frozenset[str]) -> Path:
 def make_llm(features: frozenset[str]) -> LLM:
     speculative = None
     if "ngram" in features:
-        speculative = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+        speculative = SpeculativeConfig("ngram", adaptive=False)
     if "draft" in features:
         path = str(folder(features & (frozenset(NETWORKS) - {"hybrid"})))  # drafts of a plain model
         speculative = SpeculativeConfig("draft", draft_model=path, adaptive=False)

@@ -224,7 +224,7 @@ def test_a_kept_conversation_whose_state_is_evicted_continues_from_a_checkpoint(
 
 
 def test_verified_drafts_continue_from_their_own_state() -> None:
-    speculative = SpeculativeConfig("ngram", length=4, ngram_min=1, adaptive=False)
+    speculative = SpeculativeConfig("ngram", length=4, adaptive=False)
     prompt = [5, 6, 7, 8] * 5
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, allowed_token_ids=(5, 6, 7))
     for kind in KINDS:

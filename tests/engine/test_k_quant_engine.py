@@ -45,7 +45,7 @@ def make_llm(format: str, features: frozenset[str]) -> LLM:
     return LLM(
         model_file(format), kernels=NativeKernels(1), poison_free_blocks=True, block_size=4,
         num_blocks=32 if "preemption" in features else 400, max_model_len=72, max_num_seqs=16,
-        speculative=SpeculativeConfig("ngram", ngram_min=1, adaptive=False) if "ngram" in features else None,
+        speculative=SpeculativeConfig("ngram", adaptive=False) if "ngram" in features else None,
         chunk_size=3 if "chunked prefill" in features else 64, token_budget=64, enable_prefix_caching=True,
     )  # fmt: skip
 

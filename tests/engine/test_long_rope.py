@@ -11,12 +11,12 @@ from running_engine import Running
 
 from bifolio import LLM, BeamSearchParams
 from bifolio.config import SpeculativeConfig
+from bifolio.config.transfer import Address
 from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.long_rope import LONG_ROPE, chosen_rope, salt_of_rope
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
-from bifolio.transfer_settings import Address
 from helpers import (
     cpu_kernel_names,
     drain,
@@ -138,7 +138,7 @@ def test_a_branch_that_outgrows_the_short_factors_is_computed_whole() -> None:
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_drafts_samples_and_beams_follow_the_request(method: str) -> None:
     plain = run_all(make_engine(long_rope_model()))
-    config = SpeculativeConfig(method, length=3, ngram_min=1, adaptive=False)  # type: ignore[arg-type]
+    config = SpeculativeConfig(method, length=3, adaptive=False)  # type: ignore[arg-type]
     draft = long_rope_model() if method == "draft" else None
     engine = make_engine(long_rope_model(), draft_model=draft, speculative=config)
     requests = add_all(engine)

@@ -13,7 +13,7 @@ from bifolio.engine.executor import DecodeExecutor, PrefillExecutor
 from bifolio.errors import NO_FINITE_LOGIT, NO_FINITE_STATE, ModelOutputError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.loader import load_model
-from bifolio.serve.embedding import EmbeddingQueue
+from bifolio.serve.process.embedding import EmbeddingQueue
 from helpers import make_runner, nan_folder, open_entry, random_prompt, tiny_loaded
 
 
@@ -56,7 +56,7 @@ def test_a_beam_search(llm: LLM, options: dict[str, object]) -> None:
 
 
 def test_drafts() -> None:
-    llm = new_llm(SpeculativeConfig("ngram", ngram_min=1, adaptive=False))
+    llm = new_llm(SpeculativeConfig("ngram", adaptive=False))
     assert llm.generate([[5, 6] * 4], SamplingParams(temperature=0.0))[0].error == NO_FINITE_LOGIT
 
 

@@ -24,7 +24,7 @@ def questions(data_dir: Path, count: int) -> list[str]:
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_greedy_speculation_on_200_real_prompts(data_dir: Path, method: Any) -> None:
     plain = LLM("stories", max_num_seqs=16)
-    config = SpeculativeConfig(method, ngram_min=1, adaptive=False)
+    config = SpeculativeConfig(method, adaptive=False)
     guessing = LLM(plain.model, max_num_seqs=16, speculative=config)
     tokenizer = plain.model.require_tokenizer()
     prompts = [tokenizer.encode(text)[:300] for text in questions(data_dir, 200)]

@@ -33,8 +33,8 @@ def make_llm(speculative: SpeculativeConfig | None = None, **options: Any) -> LL
 
 
 SETTINGS = {
-    "ngram": SpeculativeConfig("ngram", ngram_min=1, adaptive=False),
-    "ngram, adaptive": SpeculativeConfig("ngram", ngram_min=1),
+    "ngram": SpeculativeConfig("ngram", adaptive=False),
+    "ngram, adaptive": SpeculativeConfig("ngram"),
     "same draft": SpeculativeConfig("draft", draft_model=str(folder()), adaptive=False, length=3),
     "other draft": SpeculativeConfig("draft", draft_model=str(folder(seed=9)), adaptive=False, length=5),
     "draft, adaptive": SpeculativeConfig("draft", draft_model=str(folder())),

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif("native" not in cpu_kernel_names(), reason="the ranks need the compiled extension"),
 ]
 PROMPTS = [random_prompt(21, seed=1, vocab_size=61), random_prompt(5, seed=2, vocab_size=61), [7, 8, 7, 8, 7, 8, 7]]
-NGRAM = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+NGRAM = SpeculativeConfig("ngram", adaptive=False)
 
 
 @cache

@@ -153,7 +153,7 @@ def test_a_needle_in_a_crowd_is_the_same_to_the_last_bit(
 
 @pytest.mark.usefixtures("own_kernels")
 @pytest.mark.parametrize("config", [
-    SpeculativeConfig("ngram", ngram_min=1, adaptive=False),
+    SpeculativeConfig("ngram", adaptive=False),
     SpeculativeConfig("draft", draft_model="target", adaptive=False, length=3),
     SpeculativeConfig("eagle", draft_model="head", adaptive=False, length=3),
     SpeculativeConfig("eagle", draft_model="head", length=2),

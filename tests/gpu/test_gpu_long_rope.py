@@ -18,7 +18,7 @@ from long_rope_requests import REQUESTS, long_rope_model, run_all, scores_of, to
 @pytest.mark.parametrize("with_drafts", [False, True])
 def test_each_request_of_a_batch_has_its_own_factors(with_drafts: bool, gpu_kernels: Callable[..., Any]) -> None:
     expected = run_all(built_engine(long_rope_model(), kernels=ReferenceKernels()))
-    drafts = SpeculativeConfig("ngram", length=2, ngram_min=1, adaptive=False) if with_drafts else None
+    drafts = SpeculativeConfig("ngram", length=2, adaptive=False) if with_drafts else None
     found = []
     for length in (48, 256):
         kernels = gpu_kernels("f32", deterministic=True)

@@ -130,7 +130,7 @@ def test_counts_survive_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counts_follow_drafts() -> None:
     """Drafts are verified on the host; a step without drafts draws on the device, with all tokens counted."""
-    config = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+    config = SpeculativeConfig("ngram", adaptive=False)
     options = parameters(
         [{"seed": index, "frequency_penalty": -1.0} for index in range(2)], temperature=0.5, max_tokens=7
     )

@@ -23,7 +23,7 @@ DEVICE, DTYPE = "cpu", "f32"
 def test_each_request_of_a_batch_has_its_own_factors(with_drafts: bool) -> None:
     names = ("short", "long output", "just long")
     expected = run_all(make_engine(long_rope_model(), kernels=ReferenceKernels()), names)
-    drafts = SpeculativeConfig("ngram", length=2, ngram_min=1, adaptive=False) if with_drafts else None
+    drafts = SpeculativeConfig("ngram", length=2, adaptive=False) if with_drafts else None
     engine = make_engine(
         long_rope_model(), kernels=TritonKernels(DEVICE, DTYPE), max_num_seqs=4, speculative=drafts, max_model_len=48
     )

@@ -22,6 +22,7 @@ from bifolio.model.loader import load_model, open_model
 from bifolio.model.next_token_head import load_next_token_head
 from bifolio.quant.formats import QuantFormat
 from helpers import cpu_kernel_names, fresh_folder, make_kernels, make_runner, random_prompt
+from hybrid_models import spaced_checkpoints
 
 pytestmark = pytest.mark.full  # transformers
 FAMILIES = ("qwen3next", "qwen35", "qwen35moe")
@@ -130,8 +131,9 @@ def test_the_head_is_the_published_one(family: str, kernels: str) -> None:
 # -- engines ----------------------------------------------------------------------------------------------------------
 def new_llm(path: Path, kernels: str, speculative: SpeculativeConfig | None, **options: Any) -> LLM:
     sizes: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_model_len": 64, "max_num_seqs": 6, "chunk_size": 7,
-                             "token_budget": 40, "state_checkpoint_tokens": 8}  # fmt: skip
-    return LLM(path, kernels=make_kernels(kernels), speculative=speculative, **{**sizes, **options})  # type: ignore[arg-type]
+                             "token_budget": 40}  # fmt: skip
+    with spaced_checkpoints(8):
+        return LLM(path, kernels=make_kernels(kernels), speculative=speculative, **{**sizes, **options})  # type: ignore[arg-type]
 
 
 def answers(llm: LLM) -> list[Any]:

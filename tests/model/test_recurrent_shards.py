@@ -13,7 +13,7 @@ from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.errors import ConfigError
 from bifolio.model.shards import check_size, shard
 from helpers import cpu_kernel_names, random_prompt
-from hybrid_models import hybrid_config, tiny_hybrid
+from hybrid_models import hybrid_config, spaced_checkpoints, tiny_hybrid
 
 needs_ranks = pytest.mark.skipif("native" not in cpu_kernel_names(), reason="the ranks need the compiled extension")
 PROMPTS = [random_prompt(29, seed=1, vocab_size=60), random_prompt(5, seed=2, vocab_size=60), [7, 8, 7, 8, 7, 8, 7]]
@@ -22,13 +22,14 @@ KINDS = [
     SamplingParams(max_tokens=9, temperature=0.9, seed=4, n=3, logprobs=1, ignore_eos=True),
     SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, seed=5, prompt_logprobs=1, ignore_eos=True),
 ]
-NGRAM = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+NGRAM = SpeculativeConfig("ngram", adaptive=False)
 
 
 def make_llm(name: str, size: int, **options: Any) -> LLM:
     sizes = {"num_blocks": 80, "block_size": 4, "max_model_len": 96, "chunk_size": 8, "max_num_seqs": 8,
-             "kernels": "native", "state_checkpoint_tokens": 8}  # fmt: skip
-    return LLM(row_folder(name)[1], tensor_parallel_size=size, threads=size, **{**sizes, **options})
+             "kernels": "native"}  # fmt: skip
+    with spaced_checkpoints(8):
+        return LLM(row_folder(name)[1], tensor_parallel_size=size, threads=size, **{**sizes, **options})
 
 
 def workload(llm: LLM) -> list[Any]:

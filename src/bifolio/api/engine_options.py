@@ -44,7 +44,6 @@ class EngineOptions:
     warm_up: bool
     speculative: SpeculativeConfig | None
     tensor_parallel_size: int = 1
-    state_checkpoint_tokens: int | None = None  # of hybrid models
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -77,7 +76,6 @@ class EngineOptions:
                 cache_dtype(self.dtype, self.kv_cache_dtype, kernels.kv_dtype),
                 self.enable_prefix_caching,
                 self.poison_free_blocks,
-                checkpoint_tokens=self.state_checkpoint_tokens,
             ),
             max_model_len=self._model_len(model.config.max_position),
             max_num_seqs=sizes.max_num_seqs,

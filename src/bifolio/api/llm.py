@@ -55,10 +55,9 @@ class LLM:
     they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
     repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
     always does. `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles
-    a GPU's kernels and captures its decode steps before the first request. `state_checkpoint_tokens` is the spacing of
-    checkpoints of hybrid models, at which later requests can begin. Sizes that are not given are small on the CPU and
-    large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`).
-    `on_load` is called with (layers prepared, layers in all) while weights are prepared.
+    a GPU's kernels and captures its decode steps before the first request. Sizes that are not given are small on the
+    CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name
+    (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are prepared.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
-        state_checkpoint_tokens: int | None = None,
         warm_up: bool = True,
         verbose: bool = False,
         on_load: OnLoad = lambda done, total: None,
@@ -106,7 +104,7 @@ class LLM:
             token_budget=max_num_batched_tokens if token_budget is None else token_budget,
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
-            tensor_parallel_size=tensor_parallel_size, state_checkpoint_tokens=state_checkpoint_tokens,
+            tensor_parallel_size=tensor_parallel_size,
         )  # fmt: skip
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)

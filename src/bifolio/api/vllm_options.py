@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from bifolio.config import KVDtype, SpeculativeConfig, checked_kv_dtype
+from bifolio.engine.speculative.ngram import SIZES
 from bifolio.errors import ConfigError, did_you_mean
 
 WEIGHT_DTYPES = {
@@ -101,18 +102,18 @@ def check_one_of(**values: Any) -> None:
 
 def speculative_from(options: Mapping[str, Any]) -> SpeculativeConfig:
     """vLLM's `speculative_config`: {"method": "ngram", "num_speculative_tokens": 4} or {"model": "draft.gguf", ...}."""
-    taken = {"method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
-    for name in set(options) - taken:
-        warnings.warn(f"speculative_config[{name!r}] has no effect", UserWarning, stacklevel=3)
+    same = {"prompt_lookup_max": max(SIZES), "prompt_lookup_min": min(SIZES)}
+    for name in set(options) - {"method", "model", "num_speculative_tokens"}:
+        if name not in same:
+            warnings.warn(f"speculative_config[{name!r}] has no effect", UserWarning, stacklevel=3)
+        elif options[name] not in (same[name], None):
+            reason = f"n-grams of {min(SIZES)} to {max(SIZES)} tokens are looked up"
+            warnings.warn(f"speculative_config[{name!r}] has no effect: {reason}", UserWarning, stacklevel=3)
     method = str(options.get("method"))
     is_ngram = method == "ngram" or options.get("model") in ("ngram", "[ngram]")
     values = {
         "length": options.get("num_speculative_tokens"),
-        "ngram_max": options.get("prompt_lookup_max"),
-        "ngram_min": options.get("prompt_lookup_min"),
         "draft_model": None if is_ngram else options.get("model"),
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if "ngram_max" in given:
-        given.setdefault("ngram_min", min(SpeculativeConfig().ngram_min, given["ngram_max"]))
     return SpeculativeConfig("ngram" if is_ngram else _HEADS.get(method, "draft"), **given)

@@ -92,7 +92,6 @@ def inspect(
     max_num_seqs: options.MaxNumSeqs = 16,
     block_size: options.BlockSize = 16,
     kv_dtype: options.KvDtype = "auto",
-    state_checkpoint_tokens: options.StateCheckpointTokens = None,
 ) -> None:
     from bifolio.model.loader import resolve
 
@@ -110,7 +109,7 @@ def inspect(
         return
     plan = memory_plan(
         path, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
-        kv_dtype=kv_dtype, state_checkpoint_tokens=state_checkpoint_tokens,
+        kv_dtype=kv_dtype,
     )  # fmt: skip
     if as_json:
         record = {
@@ -173,7 +172,6 @@ def memory_plan(
     max_num_seqs: int = 16,
     block_size: int = 16,
     kv_dtype: str = "auto",
-    state_checkpoint_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Bytes of weights and cache if the model were run on the CPU with these settings; the reason, when it cannot be.
 
@@ -193,7 +191,7 @@ def memory_plan(
         matrices = [view for view in opened.views() if len(view.shape) >= 2]
         length = min(max_model_len or MAX_DEFAULT_LEN, config.max_position)
         dtype: KVDtype = "f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype)
-        cache = CacheConfig(sys.maxsize, block_size, dtype, checkpoint_tokens=state_checkpoint_tokens)
+        cache = CacheConfig(sys.maxsize, block_size, dtype)
         plan = plan_memory(
             config,
             sum(converted_bytes(matrix, CPU_FORMATS) for matrix in matrices),

@@ -53,15 +53,6 @@ AnyBlockSize = Annotated[
     int | None,
     commands.option("--block-size", help="Tokens in one block of the cache; default: 16, 64 on a GPU.", advanced=True),
 ]
-StateCheckpointTokens = Annotated[
-    int | None,
-    commands.option(
-        "--state-checkpoint-tokens",
-        min=1,
-        help="Hybrid models: tokens between two checkpoints of recurrent states; default: by their size.",
-        advanced=True,
-    ),
-]
 AnyChunkSize = Annotated[
     int | None,
     commands.option(
@@ -175,7 +166,6 @@ class Engine(Numerics):
     max_model_len: MaxModelLen = None
     block_size: AnyBlockSize = None
     chunk_size: AnyChunkSize = None
-    state_checkpoint_tokens: StateCheckpointTokens = None
     dtype: Dtype = "auto"
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1

@@ -55,7 +55,7 @@ def plan_states(config: ModelConfig, engine: EngineConfig) -> StatePlan | None:
     spacing = cache.checkpoint_tokens
     if spacing is not None and (spacing < 1 or spacing % cache.block_size):
         raise ConfigError(
-            f"state_checkpoint_tokens={spacing} is no multiple of the block size: checkpoints end blocks of "
+            f"checkpoint_tokens={spacing} is no multiple of the block size: checkpoints end blocks of "
             f"{cache.block_size} tokens, so pass a multiple of it"
         )
     if spacing is None:

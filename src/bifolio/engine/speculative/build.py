@@ -43,7 +43,7 @@ def _new_drafter(
     engine: InferenceEngine, draft_model: LoadedModel | LoadedHead | None, config: SpeculativeConfig
 ) -> Drafter:
     if config.method == "ngram":
-        return NgramDrafter(config)
+        return NgramDrafter()
     if config.method in ("eagle", "mtp"):
         if not isinstance(draft_model, LoadedHead):
             raise ConfigError(f"speculative method {config.method!r} needs a draft head: pass draft_model=...")

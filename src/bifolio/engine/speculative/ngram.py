@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 
-from bifolio.config import SpeculativeConfig
 from bifolio.engine.speculative.drafter import Drafter, Offer
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
+
+SIZES = (4, 3, 2)  # tokens of the n-grams that are looked up: long matches first, which are accepted more often
 
 
 class NgramDrafter(Drafter):
     """Prompt lookup: drafts the tokens that followed the last occurrence of the final n-gram."""
 
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)  # long matches first: accepted more often
+    def __init__(self) -> None:
         self._indexes: dict[int, _NgramIndex] = {}
         self._guesses: dict[int, tuple[int, ...]] = {}
 
@@ -25,7 +25,7 @@ class NgramDrafter(Drafter):
         for sequence in sequences:
             index = self._indexes.get(sequence.id)
             if index is None:
-                index = self._indexes[sequence.id] = _NgramIndex(self._sizes)
+                index = self._indexes[sequence.id] = _NgramIndex(SIZES)
             guess, size = index.guess(sequence.token_ids, length)
             if guess:
                 self._guesses[sequence.id] = guess
