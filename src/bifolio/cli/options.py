@@ -93,6 +93,10 @@ Dtype = Annotated[
         "--dtype", help="Type of dense weights on a GPU: auto, bfloat16, float16 or float32.", advanced=True
     ),
 ]
+Quantization = Annotated[
+    str | None,
+    commands.option("--quantization", help="On a GPU: fp8 stores layers of dense models in 8 bits.", advanced=True),
+]
 Activations = Annotated[
     str,
     commands.option(
@@ -177,6 +181,7 @@ class Engine(Numerics):
     chunk_size: AnyChunkSize = None
     state_checkpoint_tokens: StateCheckpointTokens = None
     dtype: Dtype = "auto"
+    quantization: Quantization = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
 

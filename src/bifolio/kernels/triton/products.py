@@ -8,8 +8,9 @@ import torch
 
 from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear
-from bifolio.kernels.triton import norm, quantised
+from bifolio.kernels.triton import fp8, norm, quantised
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
+from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
@@ -52,6 +53,8 @@ class Products:
         weight = linear.prepared[0]
         if self._deterministic or isinstance(weight, QuantisedWeight):
             return self._deterministic or rows <= quantised.FEW_ROWS
+        if isinstance(weight, Fp8Weight):
+            return rows <= fp8.FEW_ROWS
         gated = len(linear.parts) == 2
         outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         described = rows <= most_rows(gated) and can_be_described(weight)  # not checked for the many rows of a prompt
@@ -77,7 +80,7 @@ class Products:
             x = tensor(product.x)
         if is_packed:
             return quantised.one_row(x, weight, **options)
-        if self._num_processors:
+        if self._num_processors and isinstance(weight, torch.Tensor):
             own: dict[str, Any] = {
                 "norm": options.get("norm"), "residual": residual, "num_processors": self._num_processors,
             }  # fmt: skip
