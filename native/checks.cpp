@@ -96,6 +96,10 @@ void require_parts(int64_t width, int64_t logits) {
   require(logits > 0 && width % logits == 0, "logits is ", logits, " wide and must divide the ", width, " columns of x");
 }
 
+void require_multiple(const char* name, int64_t width, const char* of, int64_t size) {
+  require(size > 0 && width > 0 && width % size == 0, name, " is ", width, " wide and must be a multiple of ", of, ", ", size);
+}
+
 void require_finite(const char* name, float value) {
   require(std::isfinite(value), name, " is ", value, " and must be a finite number");
 }

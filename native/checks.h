@@ -107,6 +107,7 @@ void require_same_or_apart(const char* name, Rows a, const char* other, Rows b);
 
 void require_between(const char* name, int64_t value, int64_t least, int64_t most);
 void require_finite(const char* name, float value);
+void require_multiple(const char* name, int64_t width, const char* of, int64_t size);  // a row of whole parts
 void require_gate_and_up(const char* name, int64_t width);  // both halves of a row
 void require_parts(int64_t width, int64_t logits);  // equal parts of a row, one for each logit
 void require_frequencies(const Vector& frequencies);  // of a rotation

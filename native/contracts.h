@@ -269,7 +269,6 @@ struct KernelTable {
   void (*act_mul_row)(const float* gate, const float* up, int64_t size, Activation activation, float* out);
   void (*gate_row)(const float* logits, const float* x, int64_t size, float* out);  // sigmoid(logits) * x
   void (*softcap_row)(float* x, int64_t size, float cap);
-  int64_t (*argmax_row)(const float* x, int64_t size);
 
   // floor(exp((x - highest) * warmth) * 2^40), the same bits on every machine; highest is the largest of x.
   void (*weights_row)(const float* x, int64_t size, float highest, float warmth, int64_t* out);

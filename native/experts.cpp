@@ -25,9 +25,10 @@ void score_row(const float* logits, const RouterConstants& router, float* scores
 
 // The first of the largest values that are not yet taken; marks it.
 int64_t take_best(const float* values, int64_t count, uint8_t* taken) {
-  int64_t best = -1;
-  for (int64_t i = 0; i < count; ++i)
-    if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+  int64_t best = 0;
+  while (taken[best]) ++best;
+  for (int64_t i = best + 1; i < count; ++i)
+    if (!taken[i] && values[i] > values[best]) best = i;
   taken[best] = 1;
   return best;
 }
@@ -221,19 +222,6 @@ void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWei
         for (int64_t i = 0; i < out.width; ++i) sum[i] = weight * y[i];
       else
         for (int64_t i = 0; i < out.width; ++i) sum[i] += weight * y[i];
-    }
-  });
-}
-
-void gate(Member& m, Rows x, Rows logits, Rows out) {
-  each_row(m, x.count, x.width, [&](int64_t row) {
-    const float *each = logits.row(row), *values = x.row(row);
-    float* gated = out.row(row);
-    const int64_t size = x.width / logits.width;
-    if (size == 1) return kernels().gate_row(each, values, x.width, gated);
-    for (int64_t part = 0; part < logits.width; ++part, values += size, gated += size) {
-      const float factor = sigmoid1(each[part]);
-      for (int64_t i = 0; i < size; ++i) gated[i] = factor * values[i];
     }
   });
 }

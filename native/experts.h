@@ -36,7 +36,4 @@ void route(Member& m, Rows logits, const RouterConstants& router, Rows routing);
 // weights of an expert are read once for (at most 512 of) its rows.
 void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWeights& experts, Rows out, Workspace& workspace);
 
-// out = sigmoid(logits) * x, for one logit of each part of a row; logits.width parts of equal sizes.
-void gate(Member& m, Rows x, Rows logits, Rows out);
-
 }  // namespace bifolio

@@ -1,5 +1,6 @@
 // Products of rows with the matrices of a layer: how rows are prepared, and how the work is cut.
 #include <algorithm>
+#include <cmath>
 
 #include "product_rows.h"
 
@@ -142,6 +143,27 @@ void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activ
     gate_rows(m, some_rows(x, begin, count, pair.in_features()), pair, activation, last,
               some_rows(middle, begin, count, last.in_features()), some_rows(out, begin, count, last.out_features()), workspace);
   }
+}
+
+void act(Member& m, Rows x, Activation activation, Rows out) {
+  each_row(m, x.count, (activation == Activation::Tanh ? 32 : 4) * x.width, [&](int64_t row) {
+    const float* source = x.row(row);
+    float* target = out.row(row);
+    if (activation != Activation::Tanh) return kernels().act_row(source, x.width, activation, target);
+    for (int64_t i = 0; i < x.width; ++i) target[i] = std::tanh(source[i]);
+  });
+}
+
+void act_mul(Member& m, Rows x, Activation activation, Rows out) {
+  constexpr int64_t piece = 512;  // columns: threads share a single row of a wide network
+  const int64_t pieces = (out.width + piece - 1) / piece;
+  m.split(x.count * pieces, std::max<int64_t>(1, 1024 / std::min(out.width, piece)), [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t row = unit / pieces, column = unit % pieces * piece;
+      const float* gate = x.row(row) + column;
+      kernels().act_mul_row(gate, gate + out.width, std::min(piece, out.width - column), activation, out.row(row) + column);
+    }
+  });
 }
 
 }  // namespace bifolio

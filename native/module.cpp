@@ -32,7 +32,24 @@ void bind_error() {
       type);
 }
 
+// Weights of logits, for sampling: see kernels/weights.py.
+void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle warmth_array, nb::handle out_array) {
+  const Input x = input("x", x_array);
+  const Vector highest = vector("highest", highest_array), warmth = vector("warmth", warmth_array);
+  const auto out = array_of<int64_t, 2>("out", out_array);
+  require_columns("x", x);
+  require_length("highest", highest, rows_in(x));
+  require_length("warmth", warmth, rows_in(x));
+  require(int64_t(out.shape(0)) == rows_in(x) && int64_t(out.shape(1)) == width_of(x), "out is ", out.shape(0), " by ",
+          out.shape(1), " and must be ", rows_in(x), " by ", width_of(x));
+  // On the calling thread: sampling belongs to no kernel set, and must not start threads beside those of an engine.
+  nb::gil_scoped_release release;
+  for (int64_t row = 0; row < rows_in(x); ++row)
+    kernels().weights_row(rows_of(x).row(row), width_of(x), highest.data()[row], warmth.data()[row], out.data() + row * width_of(x));
+}
+
 void bind_settings(nb::module_& m) {
+  m.def("weights", &weights_rows, array("x"), array("highest"), array("warmth"), array("out"));
   m.def("shared_tokens", &shared_tokens);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("available_isas", &available_isas);
@@ -70,16 +87,6 @@ PoolHolder::PoolHolder(int64_t count) : pool((require_between("count", count, 0,
 
 Pool& team_of(PoolHolder* pool) { return pool ? pool->pool : Pool::instance(); }
 
-void run_team(PoolHolder* pool, const std::function<void(Member&)>& work) {
-  nb::gil_scoped_release release;
-  team_of(pool).run(work);
-}
-
-Workspace& workspace_of(PoolHolder* pool) {
-  static Workspace of_process;
-  return pool ? pool->workspace : of_process;
-}
-
 }  // namespace bifolio
 
 NB_MODULE(_native, m) {
@@ -88,12 +95,7 @@ NB_MODULE(_native, m) {
   bifolio::bind_classes(m);
   bifolio::bind_formats(m);
   bifolio::bind_tokens(m);
-  bifolio::bind_operations(m);
-  bifolio::bind_experts(m);
-  bifolio::bind_latent(m);
-  bifolio::bind_recurrence(m);
   bifolio::bind_program(m);
-  bifolio::bind_streams(m);
   bifolio::bind_ranks(m);
   bifolio::bind_settings(m);
 }

@@ -7,24 +7,21 @@
 #include <vector>
 
 #include "checks.h"
-#include "program.h"
+#include "experts.h"
 #include "ranks.h"
+#include "recurrence.h"
 
 namespace bifolio {
 
 // -- classes; each keeps alive the arrays it points into ------------------------------------------------------------------
 
-// The threads of an engine, and the memory of operations that are called by themselves.
+// The threads of an engine.
 struct PoolHolder {
   explicit PoolHolder(int64_t count);  // 0: one for each physical core
   Pool pool;
-  Workspace workspace;  // only used inside Pool::run, which admits one caller at a time
 };
 
-// Of the given pool, or of that of the process.
-Pool& team_of(PoolHolder* pool);
-Workspace& workspace_of(PoolHolder* pool);
-void run_team(PoolHolder* pool, const std::function<void(Member&)>& work);  // without the lock of the interpreter
+Pool& team_of(PoolHolder* pool);  // null: the pool of the process
 
 struct NormHolder {
   NormHolder(nb::handle weight, nb::handle bias, float eps, bool centered);
@@ -107,9 +104,6 @@ struct StateArrays {
   StateUse use() const { return {int64_t(reads.shape(0)), starts.data(), reads.data(), writes.data()}; }
 };
 
-// Sizes of join_latent that fit together.
-void require_latent(int64_t query_width, int64_t absorbed_width, int64_t latent_width, const NormHolder& norm, int64_t rope);
-
 // Python owns the result. `is_mapped`: all parts lie in read-only maps of files, whose pages are dropped once they are packed.
 LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes, bool is_mapped, PoolHolder* pool);
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
@@ -146,12 +140,7 @@ inline auto pool_argument() { return nb::arg("pool").none() = nb::none(); }
 void bind_classes(nb::module_& m);
 void bind_formats(nb::module_& m);
 void bind_tokens(nb::module_& m);
-void bind_operations(nb::module_& m);
-void bind_experts(nb::module_& m);
-void bind_latent(nb::module_& m);
-void bind_recurrence(nb::module_& m);
-void bind_program(nb::module_& m);
-void bind_streams(nb::module_& m);
+void bind_program(nb::module_& m);  // and its operations: module_program.h
 void bind_ranks(nb::module_& m);
 
 }  // namespace bifolio

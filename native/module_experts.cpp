@@ -1,6 +1,7 @@
-// Routers and experts as Python hands them over, and their operations on numpy arrays.
-#include "isa.h"
-#include "module.h"
+// Routers and experts as Python hands them over, and their operations.
+#include "experts.h"
+
+#include "module_program.h"
 #include "product_rows.h"
 
 using namespace nanobind::literals;
@@ -24,45 +25,32 @@ void require_expert(size_t index, const LinearWeights& up, const LinearWeights& 
           ", as down[0] has");
 }
 
-void route_rows(nb::handle logit_array, const RouterHolder& router, nb::handle routing_array, PoolHolder* pool) {
-  const Input logits = input("logits", logit_array);
-  const Output routing = output("routing", routing_array);
-  require_width("logits", logits, router.router.num_experts);
-  require_shape("routing", routing, rows_in(logits), router.router.routing_width());
-  require_apart("routing", rows_of(routing), "logits", rows_of(logits));
-  nb::gil_scoped_release release;
-  team_of(pool).run([&](Member& t) { route(t, rows_of(logits), router.router, rows_of(routing)); });
+Register record_route(ProgramHolder& self, Register logits, const RouterHolder& holder) {
+  const RouterConstants router = self.hold(holder).router;
+  self.require_register("logits", logits, router.num_experts);
+  const Register routing = self.program.like(logits, router.routing_width());
+  self.routings[routing] = router.num_experts;
+  return self.record("route", {logits}, routing, [=](const Call& c) { route(c.m, c.in(), router, c.out()); });
 }
 
-void mix_expert_rows(nb::handle x_array, nb::handle routing_array, const ExpertsHolder& experts, nb::handle out_array, PoolHolder* pool) {
-  const Input x = input("x", x_array), routing = input("routing", routing_array);
-  const Output out = output("out", out_array);
-  const auto num_experts = int64_t(experts.experts.up.size());
-  require_width("x", x, experts.experts.in_features());
-  require(width_of(routing) > 0 && width_of(routing) % 2 == 0, "routing is ", width_of(routing), " wide and must have an even width: experts and weights");
-  require_shape("routing", routing, rows_in(x), width_of(routing));
-  require_shape("out", out, rows_in(x), experts.experts.out_features());
-  require_apart("out", rows_of(out), "x", rows_of(x));
-  const int64_t top_k = width_of(routing) / 2;
-  for (int64_t row = 0; row < rows_in(x); ++row)
-    require_elements("routing", reinterpret_cast<const int32_t*>(rows_of(routing).row(row)), size_t(top_k), num_experts, "the experts");
-  nb::gil_scoped_release release;
-  team_of(pool).run([&](Member& t) {
-    mix_experts(t, rows_of(x), rows_of(routing), top_k, experts.experts, rows_of(out), workspace_of(pool));
+// The routing is of route, or rows of the caller whose experts are checked when the program runs.
+Register record_mix_experts(ProgramHolder& self, Register x, Register routing, const ExpertsHolder& holder) {
+  const ExpertWeights& experts = self.hold(holder).experts;
+  const auto num_experts = int64_t(experts.up.size());
+  self.require_register("x", x, experts.in_features());
+  self.require_rows_alike("x", x, "routing", routing);
+  const int64_t width = self.program.width(routing);
+  const auto found = self.routings.find(routing);
+  if (found != self.routings.end()) {
+    require(found->second == num_experts, "experts holds ", num_experts, " experts and must hold ", found->second, ", as the router has");
+  } else {
+    require(self.program.array(routing) >= 0, "routing is register ", routing, " and must be one that route or given returned");
+    require(width % 2 == 0, "routing is ", width, " wide and must have an even width: experts and weights");
+    self.given_routings.emplace_back(routing, num_experts);
+  }
+  return self.record("mix_experts", {x, routing}, self.program.like(x, experts.out_features()), [=, &experts](const Call& c) {
+    mix_experts(c.m, c.in(0), c.in(1), width / 2, experts, c.out(), c.workspace);
   });
-}
-
-void gate_rows(nb::handle x_array, nb::handle logit_array, nb::handle out_array, PoolHolder* pool) {
-  const Input x = input("x", x_array), logits = input("logits", logit_array);
-  const Output out = output("out", out_array);
-  require_columns("x", x);
-  require_shape("logits", logits, rows_in(x), width_of(logits));
-  require_parts(width_of(x), width_of(logits));
-  require_shape("out", out, rows_in(x), width_of(x));
-  require_same_or_apart("out", rows_of(out), "x", rows_of(x));
-  require_apart("out", rows_of(out), "logits", rows_of(logits));
-  nb::gil_scoped_release release;
-  team_of(pool).run([&](Member& t) { gate(t, rows_of(x), rows_of(logits), rows_of(out)); });
 }
 
 }  // namespace
@@ -104,15 +92,14 @@ ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : exper
   keep.append(up), keep.append(down);
 }
 
-void bind_experts(nb::module_& m) {
+void bind_experts(nb::module_& m, ProgramClass& program) {
   nb::class_<RouterHolder>(m, "Router")
       .def(nb::init<int64_t, int64_t, bool, bool, float, nb::handle, int64_t, int64_t, int64_t, nb::handle>(), "num_experts"_a, "top_k"_a, "sigmoid"_a,
            "renormalise"_a, "scale"_a, array("bias"), "num_groups"_a, "top_groups"_a, "group_best"_a,
            array("expert_scales") = nb::none());
   nb::class_<ExpertsHolder>(m, "Experts").def(nb::init<nb::list, nb::list, int>(), "up"_a, "down"_a, "activation"_a);
-  m.def("route", &route_rows, array("logits"), "router"_a, array("routing"), pool_argument());
-  m.def("mix_experts", &mix_expert_rows, array("x"), array("routing"), "experts"_a, array("out"), pool_argument());
-  m.def("gate", &gate_rows, array("x"), array("logits"), array("out"), pool_argument());
+  program.def("route", recording(&record_route), "logits"_a, "router"_a)
+      .def("mix_experts", recording(&record_mix_experts), "x"_a, "routing"_a, "experts"_a);
 }
 
 }  // namespace bifolio

@@ -1,5 +1,5 @@
-// Recurrent layers and their states as Python hands them over.
-#include "module.h"
+// Recurrent layers and their states as Python hands them over, and their operation.
+#include "module_program.h"
 
 using namespace nanobind::literals;
 
@@ -20,18 +20,16 @@ const float* needed_vector(const char* name, nb::handle value, int64_t length, s
   return optional_vector(name, value, length, keep);
 }
 
-void recur_rows(nb::handle x_array, const RecurrenceHolder& recurrence, int64_t layer, const StatesHolder* states, nb::handle starts,
-                nb::handle reads, nb::handle writes, nb::handle out_array, PoolHolder* pool) {
-  const Input x = input("x", x_array);
-  const Output out = output("out", out_array);
-  require_width("x", x, recurrence.weights.in_features());
-  require_shape("out", out, rows_in(x), recurrence.weights.out_features());
-  require_apart("out", rows_of(out), "x", rows_of(x));
-  if (states) states->require_layer(layer, recurrence.weights);
-  const StateArrays arrays(starts, reads, writes, rows_in(x), states ? states->num_states : 0);
-  const StateLayer* own = states ? &states->layers[size_t(layer)] : nullptr;
-  nb::gil_scoped_release release;
-  team_of(pool).run([&](Member& t) { recur(t, rows_of(x), recurrence.weights, arrays.use(), own, rows_of(out), workspace_of(pool)); });
+Register record_recur(ProgramHolder& self, Register x, int64_t layer, const RecurrenceHolder& holder) {
+  const RecurrenceWeights& weights = self.hold(holder).weights;
+  self.require_register("x", x, weights.in_features());
+  self.require_tokens("x", x);
+  require_between("layer", layer, 0, kMaxLayers);
+  self.recurrences.emplace_back(layer, &weights);
+  return self.record("recur", {x}, self.program.like(x, weights.out_features()), [=, &weights](const Call& c) {
+    const StateLayer* own = c.step.state_layers ? &(*c.step.state_layers)[size_t(layer)] : nullptr;
+    recur(c.m, c.in(), weights, c.step.states, own, c.out(), c.workspace);
+  });
 }
 
 }  // namespace
@@ -136,7 +134,7 @@ StateArrays::StateArrays(nb::handle start_array, nb::handle read_array, nb::hand
   }
 }
 
-void bind_recurrence(nb::module_& m) {
+void bind_recurrence(nb::module_& m, ProgramClass& program) {
   nb::class_<RecurrenceHolder>(m, "Recurrence")
       .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle,
                     const NormHolder*, bool, int64_t, float, float, bool>(),
@@ -144,8 +142,7 @@ void bind_recurrence(nb::module_& m) {
            array("decay"), array("bias"), array("skip"), "norm"_a.none(), "norm_first"_a, "norm_groups"_a, "least_step"_a, "most_step"_a,
            "tiled"_a, nb::keep_alive<1, 14>());
   nb::class_<StatesHolder>(m, "States").def(nb::init<nb::list, nb::list>(), "windows"_a, "states"_a);
-  m.def("recur", &recur_rows, array("x"), "recurrence"_a, "layer"_a, "states"_a.none(), array("starts"), array("reads"), array("writes"),
-        array("out"), pool_argument());
+  program.def("recur", recording(&record_recur), "x"_a, "layer"_a, "recurrence"_a);
 }
 
 }  // namespace bifolio

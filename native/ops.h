@@ -1,4 +1,4 @@
-// The operations of the network, each run by the whole team on rows of floats.
+// Rows of floats, and the operations on them that have a file of their own; each is run by the whole team.
 #pragma once
 
 #include <cmath>
@@ -91,15 +91,8 @@ struct Workspace {
   Scratch convolved, gates;  // rows of recurrent layers
 };
 
-void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);
-void norm(Member& m, Rows x, const NormWeights& weights, Rows out);
-void add(Member& m, Rows x, Rows y, Rows out);
-void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows sum, Rows normed);
 void act(Member& m, Rows x, Activation activation, Rows out);
-void act_mul(Member& m, Rows x, Activation activation, Rows out);
-void take(Member& m, Rows x, const int32_t* rows, Rows out);  // rows may be null: all
-// Copies `count` columns of x from `start` on to the columns of out from `target` on.
-void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target);
+void act_mul(Member& m, Rows x, Activation activation, Rows out);  // of gate and up side by side
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
 
 // out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear.
@@ -107,23 +100,6 @@ void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace
 void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
                   Rows out, Workspace& workspace);
 bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
-
-void softcap(Member& m, Rows x, float cap);
-constexpr int32_t kLongRope = 1 << 28;  // LONG_ROPE of bifolio/long_rope.py
-// two_sets: frequencies [2, width], the second for positions from kLongRope on, which count from there.
-void rotation(Member& m, const float* frequencies, bool two_sets, float scale, const int32_t* positions, Rows cosine, Rows sine);
-
-// Norms and rotates the queries and keys of [t, (heads + 2 kv_heads) * head_dim] in place, and writes keys and values to `kv`
-// (null: no cache). slots: block * block_size + offset of each token in the cache.
-void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
-                    const KvLayer* kv, const int64_t* slots);
-
-// One product for each head: head h reads the columns [h * step + start, ...) of x, and writes its outputs one after the other.
-void head_linear(Member& m, Rows x, const std::vector<const LinearWeights*>& heads, int64_t start, Rows out, Workspace& workspace);
-
-// Queries, key and value of attention over cached latents. A head of `query` is [nope | rope], of `absorbed` nope as a latent; a
-// row of `latent` is [latent | rope]. A head of `qkv` is [rope | latent], the latent of keys and values normed.
-void join_latent(Member& m, Rows query, Rows absorbed, Rows latent, const NormWeights& norm, int64_t rope, Rows qkv);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,

@@ -1,114 +1,91 @@
-// A network recorded once as a list of operations and replayed for any batch in one call.
+// Operations recorded once and replayed for any batch in one call: a whole network, or one operation alone.
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "experts.h"
-#include "ranks.h"
+#include "ops.h"
 #include "recurrence.h"
 
 namespace bifolio {
 
-// One forward pass: the inputs of the recorded operations when they run.
+// One forward pass: the inputs of the recorded operations when they run. Those that no operation reads may be null.
 struct Step {
-  int64_t num_tokens;
-  const int32_t* token_ids;   // [t]
-  const int32_t* positions;   // [t]
-  const int64_t* slots;       // [t]  block * block_size + offset in the cache
-  const int32_t* logit_rows;  // [r], null: all tokens
-  int64_t num_logit_rows;
-  Queries queries;
-  const std::vector<KvLayer>* layers;
-  float* logits;  // [r, vocab]
-  const std::vector<StateLayer>* state_layers = nullptr;  // of recurrent layers
+  int64_t num_tokens = 0, num_logit_rows = 0;
+  const int32_t* token_ids = nullptr;   // [t]
+  const int32_t* positions = nullptr;   // [t]
+  const int64_t* slots = nullptr;       // [t]  block * block_size + offset in the cache
+  const int32_t* logit_rows = nullptr;  // [r], null: all tokens
+  const Queries* queries = nullptr;
+  const std::vector<KvLayer>* layers = nullptr;           // null: keys and values are not written
+  const std::vector<StateLayer>* state_layers = nullptr;  // null: every sequence continues the empty state
   StateUse states{};
-  const float* given = nullptr;  // [t, width of the given register]
-  float* taps = nullptr;  // [t, taps_width], null: taps are not read
+  std::vector<float*> arrays;  // of the given registers, then of the results
+  float* taps = nullptr;       // [t, taps_width], null: taps are not read
   int64_t taps_width = 0;
 };
 
 class Program {
  public:
   using Register = int;  // rows of floats between two operations
+  struct Operation;
 
-  Register embed(const EmbeddingTable& table, float scale, bool of_positions);
-  Register norm(Register x, const NormWeights& weights);
-  Register add(Register x, Register y);
-  std::pair<Register, Register> add_norm(Register x, Register delta, const NormWeights& weights);
-  Register linear(Register x, const LinearWeights& weights);
-  std::pair<Register, Register> rotation(const std::vector<float>& frequencies, float scale, bool two_sets);
-  // Returns the same register: queries and keys are rotated in place. Registers -1: no rotation.
-  Register rope_and_write(Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine, Register sine);
-  Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);
-  Register act(Register x, Activation activation);
-  Register act_mul(Register x, Activation activation);
-  Register head_linear(Register x, const std::vector<const LinearWeights*>& heads, int64_t start);
-  Register join_latent(Register query, Register absorbed, Register latent, const NormWeights& norm, int64_t rope);
-  struct Columns {  // [start, stop) of a register
-    Register x;
-    int64_t start, stop;
+  // An operation while it runs.
+  struct Call {
+    Member& m;
+    const Step& step;
+    const Program& program;
+    const Operation& operation;
+    Workspace& workspace;
+    Rows in(size_t i = 0) const { return program.rows(operation.reads[i], step); }
+    Rows out(size_t i = 0) const { return program.rows(operation.writes[i], step); }
   };
-  Register join_columns(const std::vector<Columns>& parts);  // the columns side by side; at least one part
-  Register gate(Register x, Register logits);
-  Register route(Register logits, const RouterConstants& router);  // rows of experts and weights: see route
-  Register mix_experts(Register x, Register routing, const ExpertWeights& experts);
-  Register recur(Register x, int64_t layer, const RecurrenceWeights& weights);
-  Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
-  Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
-  // The operations of streams.h.
-  Register add_scaled(Register x, Register y, float scale);
-  Register embed_known(const EmbeddingTable& table, float scale);
-  Register norm_groups(Register x, const NormWeights& weights);
-  Register columns(Register x, int64_t start, int64_t width, const float* factors);  // factors [width] may be null
-  Register act_gate(Register x, Register inputs, int64_t start, Activation activation);
-  Register sparse_act_mul(Register x, float deviations, Activation activation);
-  Register mix_streams(Register x, Register coefficients, int64_t streams);
-  Register correct_streams(Register x, Register y, Register coefficients, int64_t active);
-  Register add_to_streams(Register x, Register y, int64_t first);
-  Register spread_streams(Register x, Register y);
-  Register merge_streams(Register x, Register y);
-  Register take(Register x);  // the rows of logit_rows
-  Register given(int64_t width);  // rows that the caller passes with the batch
-  void tap(Register x, int64_t column);  // copies the rows to the columns from `column` on of the caller's array, if it passes one
-  void logits(Register x, const LinearWeights& head, float softcap);
+  using Work = std::function<void(const Call&)>;
+  struct Operation {
+    const char* name;
+    std::vector<Register> reads, writes;
+    Work work;
+    size_t index;                            // in the order of recording
+    const LinearWeights* weights = nullptr;  // of a product
+    std::optional<Activation> activation;    // of gate and up
+  };
+
+  // -- recording ----------------------------------------------------------------------------------------------------------
+  Register new_register(int64_t width, bool of_logit_rows = false);
+  Register like(Register x, int64_t width) { return new_register(width, of_logit_rows(x)); }
+  Register like(Register x) { return like(x, width(x)); }
+  Register given(int64_t width);  // rows [t, width] of an array of the caller
+  // The reference is valid until the next operation is recorded.
+  Operation& record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work);
+  void finish(const std::vector<Register>& results);  // that are written to arrays of the caller
 
   // The registers recorded so far are [0, num_registers()).
   Register num_registers() const { return Register(values_.size()); }
   int64_t width(Register x) const { return values_[size_t(x)].width; }
   bool of_logit_rows(Register x) const { return values_[size_t(x)].of_logit_rows; }
-  bool is_complete() const { return vocab_size_ > 0; }  // logits, the last operation, has been recorded
+  int array(Register x) const { return values_[size_t(x)].array; }  // -1: the register is in no array of the caller
+  bool is_complete() const { return is_complete_; }
+  const std::vector<Register>& arrays() const { return arrays_; }  // in the order of Step::arrays
 
-  // Only for complete programs. One caller at a time: others wait.
+  // -- running: only complete programs; one caller at a time, others wait ---------------------------------------------------
   void run(Pool& pool, const Step& step);
-  // The same, measured: seconds of processor time of the calling thread in all operations of each name.
-  std::map<std::string, double> profile(Pool& pool, const Step& step);
-  int64_t vocab_size() const { return vocab_size_; }
-  size_t scratch_bytes() const;
+  std::vector<double> profile(Pool& pool, const Step& step);  // the same; seconds of each operation, in the order of recording
 
  private:
   struct Value {
     int64_t width;
     bool of_logit_rows;  // as many rows as there are logits, not tokens
+    int array = -1;      // of the caller
     int last_use = -1;
     int buffer = -1;
   };
-  using Work = std::function<void(Member&, const Step&)>;
-  struct Operation {
-    const char* name;
-    std::vector<Register> reads, writes;
-    Work work;
-    const LinearWeights* weights = nullptr;  // of a product
-    Activation activation = Activation::Silu;  // of act_mul
-  };
 
-  Register new_value(int64_t width, bool of_logit_rows);
-  Register like(Register x, int64_t width) { return new_value(width, values_[size_t(x)].of_logit_rows); }
-  Operation& record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work);
+  void run(const Operation& operation, Member& m, const Step& step) { operation.work({m, step, *this, operation, workspace_}); }
+  void bind(Register x);
   bool is_gated(size_t first) const;
   void join_gated();
   void assign_buffers();
@@ -117,10 +94,12 @@ class Program {
 
   std::vector<Value> values_;
   std::vector<Operation> operations_;
+  std::vector<Register> arrays_;
+  size_t num_recorded_ = 0;
+  bool is_complete_ = false;
   std::vector<int64_t> buffer_widths_;
   std::vector<std::unique_ptr<Scratch>> buffers_;
   int64_t allocated_rows_ = 0;
-  int64_t vocab_size_ = 0;
   Workspace workspace_;
   std::mutex mutex_;  // held while the buffers are in use
 };

@@ -201,7 +201,6 @@ void check_rows() {
       check("act", 0, [&] { kernels().act_mul_row(x.data(), w.data(), size, Activation(activation), y.data()); return y; });
     check("gate", 0, [&] { kernels().gate_row(x.data(), w.data(), size, y.data()); return y; });
     check("softcap", 0, [&] { y = x; kernels().softcap_row(y.data(), size, 2.0f); return y; });
-    check("argmax", 0, [&] { return std::vector<float>{float(kernels().argmax_row(x.data(), size))}; });
   }
 }
 

@@ -30,10 +30,10 @@ from bifolio.api.llm import LLM
 from bifolio.cli.commands import DEST_PREFIX, App, Command
 from bifolio.cli.main import HEADINGS, build_app
 from bifolio.cli.option_values import OptionValues
-from bifolio.serve import protocol as p
-from bifolio.serve.field_types import type_text
-from bifolio.serve.openapi import OPERATIONS, PROTOCOL_OPERATIONS
 from bifolio.serve.protocols import anthropic_types, llama_cpp_types, ollama_types, responses_types
+from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.views.field_types import type_text
+from bifolio.serve.views.openapi import OPERATIONS, PROTOCOL_OPERATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MEANINGS = DOCS / "data" / "fields.json"

@@ -2,6 +2,7 @@
 
 kernel sets         every member is accessed by name and no code branches on `kernels.name`; files outside `kernels/`
                     import its public modules alone, never those of a set
+operations          an operation of the network is written once in each kernel set, and few files name it
 attention segments  `AttentionSegment(...)` is constructed in one module
 progress            `num_computed` of a sequence is assigned in one file
 """
@@ -107,6 +108,12 @@ def progress_assignments(tree: ast.Module) -> Iterator[int]:
             yield from [node.lineno] * ("num_computed" in names)
 
 
+def names_of(tree: ast.Module) -> set[str]:
+    """Names of functions, attributes, and strings that are one word."""
+    found = {node.name for node in nodes(tree, ast.FunctionDef)} | {node.attr for node in nodes(tree, ast.Attribute)}
+    return found | {node.value for node in nodes(tree, ast.Constant) if isinstance(node.value, str)}
+
+
 def private_kernel_imports(tree: ast.Module) -> Iterator[int]:
     """Lines that import a module of a kernel set (`kernels.native.library`), or name it in a string."""
     for node in nodes(tree, ast.Import, ast.ImportFrom, ast.Constant):
@@ -139,6 +146,12 @@ def test_attention_segments_are_constructed_in_one_module() -> None:
 
 def test_progress_is_assigned_in_one_file() -> None:
     assert set(places(progress_assignments)) == {"sequence.py"}
+
+
+@pytest.mark.parametrize("name", ["add_norm", "mix_streams", "join_latent", "mix_experts"])
+def test_an_operation_is_named_in_few_files(name: str) -> None:
+    files = [path for path, tree in source_trees().items() if name in names_of(tree)]
+    assert len(files) <= 8, files
 
 
 def test_modules_of_a_kernel_set_are_private_to_the_kernels() -> None:

@@ -21,7 +21,7 @@ from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrat
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import BatchSlot, StepPlan
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult
-from bifolio.serve.kv_events import short_hash
+from bifolio.serve.process.kv_events import short_hash
 
 VOCABULARY = 1 << 20
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)

@@ -112,13 +112,13 @@ def main() -> None:
         print(__doc__)
     elif sys.argv[1] == "serve":
         from bifolio.cli.main import main as run_command
-        from bifolio.serve import supervisor
+        from bifolio.serve.process import supervisor
 
         supervisor.default_command = lambda: [sys.executable, "-m", "benchmarks.micro.null_device"]
         run_command()
     else:
         from bifolio.api import engine_options
-        from bifolio.serve import worker
+        from bifolio.serve.process import worker
 
         vars(engine_options)["select_kernels"] = null_kernels
         worker.main()

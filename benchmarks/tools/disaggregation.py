@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from bifolio import LLM
+from bifolio.config.transfer import Address
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.transfer.blocks import Arrival, Sizes, read_blocks
@@ -38,7 +39,6 @@ from bifolio.engine.transfer.wire import checksum
 from bifolio.measure.trace import exactly
 from bifolio.measure.trace_files import TraceRequest, longest, make_prompts, read_trace, scaled
 from bifolio.sequence import Request, StepResult
-from bifolio.transfer_settings import Address
 
 
 def main() -> None:

@@ -202,19 +202,6 @@ static void weights_row(const float* x, int64_t size, float highest, float warmt
   }
 }
 
-// The first of the largest; NaN is never the largest.
-static int64_t argmax_row(const float* x, int64_t size) {
-  V16 best = broadcast(-INFINITY);
-  int64_t i = 0;
-  for (; i + 16 <= size; i += 16) best = max(load(x + i), best);
-  float largest = reduce_max(best);
-  if (largest != largest) largest = -INFINITY, i = 0;  // a NaN hides the others on some machines: compare one by one
-  for (; i < size; ++i) largest = x[i] > largest ? x[i] : largest;
-  for (i = 0; i < size; ++i)
-    if (x[i] == largest) return i;
-  return 0;
-}
-
 // 32 numbers to bytes; returns the sum of the bytes. d is NaN when a number is NaN or infinite, so that the result is NaN, too.
 static inline int32_t quantize_block(const float* x, int8_t* q, float& d) {
   const V16 low = load(x), high = load(x + 16);

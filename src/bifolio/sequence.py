@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,8 @@ from bifolio.long_rope import salt_of_rope
 from bifolio.sampling_params import SamplingParams
 
 __all__ = [
-    "BeamStep", "DraftStep", "FinishReason", "LogprobRecords", "Request", "RequestMetrics", "RequestPhase", "Sequence",
-    "SequenceGroup", "SequencePhase", "StepResult", "TokenLogprob",
+    "BeamStep", "DraftStep", "FinishReason", "LogprobRecords", "Request", "RequestMetrics", "RequestOptions",
+    "RequestPhase", "Sequence", "SequenceGroup", "SequencePhase", "StepResult", "TokenLogprob",
 ]  # fmt: skip
 
 
@@ -257,6 +257,16 @@ class Sequence:
             f"Sequence({self.id} of {self.request.request_id!r}, {self.phase.value}, "
             f"{self.num_computed}/{self.num_tokens} computed)"
         )
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of a request that do not change its output; `Request` has their meaning and defaults."""
+
+    prompt: str | None
+    priority: int
+    turn: float
+    owner: str
+    salt: bytes
 
 
 @dataclass(slots=True, eq=False)

@@ -368,10 +368,10 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 
 
 def test_tools_are_refused_as_by_the_server_where_the_template_drops_them(llm: LLM) -> None:
-    from bifolio.serve.errors import ApiError
-    from bifolio.serve.http import decode
-    from bifolio.serve.protocol import ChatRequest
-    from bifolio.serve.tools import plan_tools
+    from bifolio.serve.http.errors import ApiError
+    from bifolio.serve.http.exchange import decode
+    from bifolio.serve.http.tools import plan_tools
+    from bifolio.serve.protocols.openai_types import ChatRequest
 
     messages = [{"role": "user", "content": "Hello"}]
     with pytest.raises(ChatTemplateError, match="tools: this model's chat template has no place for them") as refusal:

@@ -106,7 +106,7 @@ def settings_of(call: Any) -> dict[str, Any]:
 
 def settings_of_serve(folder: Path) -> dict[str, Any]:
     """Those of the engine process that `bifolio serve` starts."""
-    server = pytest.importorskip("bifolio.serve.server")
+    server = pytest.importorskip("bifolio.serve.http.server")
     passed: dict[str, Any] = {}
 
     async def run(settings: Any, engine_options: dict[str, Any]) -> None:

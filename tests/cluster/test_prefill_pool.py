@@ -20,8 +20,8 @@ from bifolio.cluster.prefill_pool import PrefillPool
 from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.cluster.replica import free_ports, transfer_of
 from bifolio.cluster.replica_engine import ReplicaEngine
-from bifolio.serve.supervisor import EngineProcess
-from bifolio.transfer_settings import Address, BlockSource
+from bifolio.config.transfer import Address, BlockSource
+from bifolio.serve.process.supervisor import EngineProcess
 from helpers import random_prompt
 
 HELLO = m.Hello(1, "tiny", "reference", 512, 4, 300, 64, 8, [])

@@ -23,7 +23,7 @@ def router_of(*names: str) -> PrefixRouter:
 
 
 def test_hashes_are_those_of_the_block_manager() -> None:
-    from bifolio.serve.kv_events import BlockStored, as_events
+    from bifolio.serve.process.kv_events import BlockStored, as_events
 
     prompt = list(range(3, 40))
     manager, events = KVCacheBlockManager(20, 8), CacheEvents()
@@ -140,7 +140,7 @@ def test_a_follower_keeps_the_router_up_to_date() -> None:
     pytest.importorskip("zmq")
     from bifolio.api.messages import KvEventSettings
     from bifolio.cluster.kv_follower import KvFollower
-    from bifolio.serve.kv_events import KvEventPublisher
+    from bifolio.serve.process.kv_events import KvEventPublisher
 
     def publish(prompt: list[int], endpoint: str, replay: str) -> tuple[KvEventPublisher, CacheEvents]:
         manager, events = KVCacheBlockManager(40, 8), CacheEvents()

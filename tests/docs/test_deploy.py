@@ -78,7 +78,7 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
 
 def server_paths() -> set[str]:
     pytest.importorskip("starlette")
-    from bifolio.serve.app import ROUTES
+    from bifolio.serve.http.app import ROUTES
 
     return {path for path, method, _ in ROUTES if method == "GET"}
 

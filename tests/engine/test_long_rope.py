@@ -11,12 +11,12 @@ from running_engine import Running
 
 from bifolio import LLM, BeamSearchParams
 from bifolio.config import SpeculativeConfig
+from bifolio.config.transfer import Address
 from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.long_rope import LONG_ROPE, chosen_rope, salt_of_rope
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
-from bifolio.transfer_settings import Address
 from helpers import (
     cpu_kernel_names,
     drain,

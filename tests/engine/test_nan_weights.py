@@ -13,7 +13,7 @@ from bifolio.engine.executor import DecodeExecutor, PrefillExecutor
 from bifolio.errors import NO_FINITE_LOGIT, NO_FINITE_STATE, ModelOutputError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.loader import load_model
-from bifolio.serve.embedding import EmbeddingQueue
+from bifolio.serve.process.embedding import EmbeddingQueue
 from helpers import make_runner, nan_folder, open_entry, random_prompt, tiny_loaded
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from bifolio.config.transfer import Address, TransferSettings
 from bifolio.engine.transfer import prefill_engines
 from bifolio.engine.transfer.decode import Fetched
 from bifolio.engine.transfer.prefill_engines import PrefillEngines, RoutedPrefillEngines
 from bifolio.errors import ConfigError
-from bifolio.transfer_settings import Address, TransferSettings
 
 
 class Info(BaseHTTPRequestHandler):

@@ -22,7 +22,7 @@ from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
 from bifolio.sequence import SequencePhase
-from bifolio.serve.snapshot import blocks_of
+from bifolio.serve.views.snapshot import blocks_of
 from helpers import drain, make_engine, make_kernels, output_ids, random_prompt, run_alone, tiny_loaded
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -143,7 +143,7 @@ def test_the_live_page_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_embeddings_run_on_the_executor(watch: Watch) -> None:
-    from bifolio.serve.embedding import EmbeddingQueue
+    from bifolio.serve.process.embedding import EmbeddingQueue
 
     engine = make_engine(chunk_size=4, kernels=make_kernels())
     queue, found = EmbeddingQueue(engine), []

@@ -15,6 +15,7 @@ import pytest
 from running_engine import Running
 
 from bifolio import LLM
+from bifolio.config.transfer import Address
 from bifolio.engine.transfer import decode as decode_side
 from bifolio.engine.transfer import prefill as prefill_side
 from bifolio.engine.transfer import wire
@@ -23,7 +24,6 @@ from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.errors import CacheError, ConfigError, TransferError
 from bifolio.handshakes import Handshakes
-from bifolio.transfer_settings import Address
 from helpers import kv_storage, random_prompt, tiny_folder
 
 pytestmark = pytest.mark.full

@@ -13,11 +13,11 @@ import pytest
 from running_engine import Running
 
 from bifolio import LLM
+from bifolio.config.transfer import Address
 from bifolio.engine.parallel.shared_blocks import joined_blocks, split_blocks
 from bifolio.engine.transfer.blocks import read_stored
 from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
-from bifolio.transfer_settings import Address
 from helpers import cpu_kernel_names, random_prompt, tiny_folder, tiny_model
 
 needs_ranks = pytest.mark.skipif("native" not in cpu_kernel_names(), reason="the ranks need the compiled extension")

@@ -16,7 +16,7 @@ from bifolio.quant import QuantFormat
 
 TOKENS, WIDTH, VOCAB = 6, 64, 50
 HEADS, KV_HEADS, DIM = 4, 2, 32
-QUERY_WIDTH, QKV_WIDTH = HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM
+QKV_WIDTH = (HEADS + 2 * KV_HEADS) * DIM
 LAYERS, BLOCKS, BLOCK_SIZE = 2, 5, 16
 EXPERTS = 5
 Arguments = dict[str, Any]
@@ -151,9 +151,9 @@ def complete(layer: int = 0, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: 
     """A program of one layer of attention."""
     program, x, _, qkv, cosine, sine, _ = recorded()
     rotation = (cosine, sine) if dim == DIM else (-1, -1)
-    qkv = program.rope_and_write(qkv, layer, shape(heads, kv_heads, dim), *rotation)
+    qkv = program.rope_and_write(qkv, *rotation, layer, shape(heads, kv_heads, dim))
     mixed = program.linear(program.attend(qkv, layer, shape(heads, kv_heads, dim)), linear(WIDTH, heads * dim))
-    program.logits(program.take(program.add(x, mixed)), linear(VOCAB, WIDTH), 0.0)
+    program.finish([program.logits(program.take(program.add(x, mixed)), linear(VOCAB, WIDTH), 0.0)])
     return program
 
 
@@ -162,8 +162,22 @@ def tapped() -> Any:
     program = native.library().Program()
     rows = program.given(8)
     program.tap(rows, 2)
-    program.logits(program.take(rows), linear(VOCAB, 8), 0.0)
+    program.finish([program.logits(program.take(rows), linear(VOCAB, 8), 0.0)])
     return program
+
+
+def mixing() -> Any:
+    """A program that mixes experts of given rows by a given routing."""
+    program = native.library().Program()
+    program.finish([program.mix_experts(program.given(WIDTH), program.given(4), experts())])
+    return program
+
+
+def mixed(**changes: Any) -> Arguments:
+    """Arguments that run it, in place of those of a whole network."""
+    nothing = dict.fromkeys(("cache", "ids", "positions", "slots", "logit_rows")) | {"segments": []}
+    rows = {"given": [floats(TOKENS, WIDTH), routing()], "results": [floats(TOKENS, WIDTH)]}
+    return {"self": mixing()} | nothing | rows | changes
 
 
 def recording(**arguments: str | Any) -> Arguments:
@@ -183,7 +197,7 @@ def run_arguments() -> Arguments:
         "logit_rows": ints(0, 5),
         "segments": [segment()],
         "share": True,
-        "logits": floats(2, VOCAB),
+        "results": [floats(2, VOCAB)],
     }
 
 
@@ -199,46 +213,6 @@ def rank_memory() -> np.ndarray:
 
 
 VALID: dict[str, Callable[[], Arguments]] = {
-    "embed": lambda: {"table": table(), "ids": ints(1, 2, 3), "scale": 1.0, "out": floats(3, WIDTH)},
-    "norm": lambda: {"x": floats(TOKENS, WIDTH), "weights": norm(), "out": floats(TOKENS, WIDTH)},
-    "add": lambda: {"x": floats(TOKENS, WIDTH), "y": floats(TOKENS, WIDTH), "out": floats(TOKENS, WIDTH)},
-    "add_norm": lambda: {
-        "x": floats(TOKENS, WIDTH),
-        "delta": floats(TOKENS, WIDTH),
-        "weights": norm(),
-        "sum": floats(TOKENS, WIDTH),
-        "normed": floats(TOKENS, WIDTH),
-    },
-    "linear": lambda: {"x": floats(TOKENS, WIDTH), "weights": linear(48, WIDTH), "out": floats(TOKENS, 48)},
-    "act": lambda: {"x": floats(TOKENS, WIDTH), "activation": 0, "out": floats(TOKENS, WIDTH)},
-    "act_mul": lambda: {"x": floats(TOKENS, WIDTH), "activation": 2, "out": floats(TOKENS, WIDTH // 2)},
-    "softcap": lambda: {"x": floats(TOKENS, WIDTH), "cap": 30.0},
-    "rotation": lambda: {
-        "frequencies": floats(16),
-        "scale": 1.0,
-        "positions": ints(0, 1, 2),
-        "cosine": floats(3, 16),
-        "sine": floats(3, 16),
-    },
-    "rope_and_write": lambda: {
-        "qkv": floats(TOKENS, QKV_WIDTH),
-        "shape": shape(),
-        "cosine": floats(TOKENS, DIM // 2),
-        "sine": floats(TOKENS, DIM // 2),
-        "cache": cache(),
-        "layer": 1,
-        "slots": longs(16, 17, 18, 19, 20, 79),
-    },
-    "attend": lambda: {
-        "query": floats(TOKENS, QUERY_WIDTH),
-        "shape": shape(),
-        "segments": [segment()],
-        "share": True,
-        "cache": cache(),
-        "layer": 1,
-        "out": floats(TOKENS, QUERY_WIDTH),
-    },
-    "argmax": lambda: {"x": floats(TOKENS, WIDTH), "out": longs(*range(TOKENS))},
     "weights": lambda: {
         "x": floats(TOKENS, WIDTH),
         "highest": floats(TOKENS),
@@ -320,28 +294,6 @@ VALID: dict[str, Callable[[], Arguments]] = {
     },
     "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 4},
     "Heads": lambda: {"linears": [linear(8, 12), linear(8, 12)]},
-    "route": lambda: {"logits": floats(TOKENS, EXPERTS), "router": router(), "routing": floats(TOKENS, 4)},
-    "mix_experts": lambda: {
-        "x": floats(TOKENS, WIDTH),
-        "routing": routing(),
-        "experts": experts(),
-        "out": floats(TOKENS, WIDTH),
-    },
-    "gate": lambda: {"x": floats(TOKENS, WIDTH), "logits": floats(TOKENS, 1), "out": floats(TOKENS, WIDTH)},
-    "head_linear": lambda: {
-        "x": floats(TOKENS, HEADS * 16),
-        "heads": heads(),
-        "start": 4,
-        "out": floats(TOKENS, HEADS * 8),
-    },
-    "join_latent": lambda: {
-        "query": floats(TOKENS, HEADS * 16),
-        "absorbed": floats(TOKENS, HEADS * 16),
-        "latent": floats(TOKENS, 20),
-        "norm": norm(16),
-        "rope": 4,
-        "out": floats(TOKENS, (HEADS + 2) * 20),
-    },
     **RECURRENCE_CALLS,
     **STREAM_CALLS,
     "Program": dict,
@@ -351,8 +303,8 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.add_norm": lambda: recording(x="x", delta="x", weights=norm()),
     "Program.linear": lambda: recording(x="x", weights=linear(48, WIDTH)),
     "Program.rotation": lambda: recording(frequencies=floats(16), scale=1.0),
-    "Program.rope_and_write": lambda: recording(qkv="qkv", layer=0, shape=shape(), cosine="cosine", sine="sine"),
-    "Program.attend": lambda: recording(qkv="qkv", layer=0, shape=shape()),
+    "Program.rope_and_write": lambda: recording(qkv="qkv", cosine="cosine", sine="sine", layer=0, shape=shape()),
+    "Program.attend": lambda: recording(query="qkv", layer=0, shape=shape()),
     "Program.act": lambda: recording(x="odd", activation=1),
     "Program.act_mul": lambda: recording(x="x", activation=1),
     "Program.all_gather": lambda: recording(x="x", ranks=ranks(), widths=[WIDTH]),
@@ -367,10 +319,12 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.head_linear": lambda: recording(x="x", heads=heads(), start=4),
     "Program.join_latent": joined,
     "Program.width": lambda: recording(x="x"),
+    "Program.of_logit_rows": lambda: recording(x="x"),
     "Program.take": lambda: recording(x="x"),
     "Program.given": lambda: recording(width=24),
     "Program.tap": lambda: recording(x="x", column=8),
     "Program.logits": lambda: recording(x="taken", head=linear(VOCAB, WIDTH), softcap=30.0),
+    "Program.finish": lambda: (own := recording(x="x"), {"self": own["self"], "results": [own["x"]]})[1],
     "Program.run": run_arguments,
     "set_isa": lambda: {"name": ""},
     "Pool": lambda: {"count": 2},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from native_calls import EXPERTS, HEADS, TOKENS, WIDTH, experts, floats, heads, linear, norm, recorded, routing
+from native_calls import EXPERTS, HEADS, TOKENS, WIDTH, experts, floats, heads, linear, mixed, norm, recorded, routing
 from native_misuses import NAN, misuses
 
 X, ODD, TAKEN = (getattr(recorded(), name) for name in ("x", "odd", "taken"))
@@ -39,56 +39,18 @@ MISUSES = [
         ("of another kind", {"linears": [norm()]}, "must hold weights made by make_linear"),
     ),
     *misuses(
-        "route",
-        ("too few logits", {"logits": floats(TOKENS, EXPERTS - 1)}, "logits is 4 wide and must be 5 wide"),
-        ("a narrow result", {"routing": floats(TOKENS, 2)}, r"must have the shape \(6, 4\)"),
-    ),
-    *misuses(
-        "mix_experts",
-        ("an unknown expert", {"routing": routing(EXPERTS)}, "which lies outside the experts"),
-        ("a negative expert", {"routing": routing(-1)}, "which lies outside the experts"),
-        ("no choice", {"routing": floats(TOKENS, 0)}, "routing is 0 wide and must have an even width"),
-        ("too few rows", {"routing": routing()[:5]}, r"routing has the shape \(5, 4\)"),
-        ("a narrow x", {"x": floats(TOKENS, 32)}, "x is 32 wide and must be 64 wide"),
-        ("a narrow output", {"out": floats(TOKENS, 32)}, r"must have the shape \(6, 64\)"),
-    ),
-    *misuses(
-        "gate",
-        ("uneven parts", {"logits": floats(TOKENS, 3)}, "logits is 3 wide and must divide the 64 columns of x"),
-        ("no logits", {"logits": floats(TOKENS, 0)}, "logits is 0 wide and must divide"),
-        ("more logits than columns", {"logits": floats(TOKENS, 2 * WIDTH)}, "logits is 128 wide and must divide"),
-        ("too few logits", {"logits": floats(5, 1)}, r"logits has the shape \(5, 1\)"),
-        ("too few rows", {"out": floats(5, WIDTH)}, r"out has the shape \(5, 64\)"),
-    ),
-    *misuses(
-        "head_linear",
-        ("columns that are no heads", {"x": floats(TOKENS, 63)}, "must be a multiple of the 4 heads wide"),
-        ("a late start", {"start": 5}, "x has 11 columns of a head from start on and must have 12"),
-        ("a negative start", {"start": -1}, "start is -1"),
-        ("a narrow output", {"out": floats(TOKENS, 8)}, r"must have the shape \(6, 32\)"),
-    ),
-    *misuses(
-        "join_latent",
-        ("no rope", {"rope": 0}, "rope is 0"),
-        ("a wide latent", {"latent": floats(TOKENS, 21)}, "latent is 21 wide and must be 20 wide"),
-        ("no whole heads", {"absorbed": floats(TOKENS, 65)}, "absorbed is 65 wide"),
-        ("a narrow query", {"query": floats(TOKENS, 8)}, "query is 8 wide and must have at least 4 columns"),
-        ("too few rows", {"latent": floats(5, 20)}, r"latent has the shape \(5, 20\)"),
-        ("a narrow output", {"out": floats(TOKENS, 20)}, r"must have the shape \(6, 120\)"),
-    ),
-    *misuses(
         "Program.gate",
         ("an unknown register", {"x": 99}, "x is register 99"),
         ("odd logits", {"logits": ODD}, "logits is 33 wide and must divide the 64 columns of x"),
-        ("logit rows", {"x": TAKEN}, "x and logits must have as many rows"),
+        ("logit rows", {"x": TAKEN}, "one row for each token or both one for each logit row"),
     ),
     *misuses("Program.route", ("wide logits", {"logits": X}, "logits is 64 wide and must be 5 wide")),
     *misuses(
         "Program.mix_experts",
-        ("a register of floats", {"routing": X}, "must be one that route returned"),
+        ("a register of floats", {"routing": X}, "must be one that route or given returned"),
         ("fewer experts", {"experts": experts(EXPERTS - 1)}, "experts holds 4 experts and must hold 5"),
         ("a narrow x", {"x": ODD}, "x is 33 wide and must be 64 wide"),
-        ("logit rows", {"x": TAKEN}, "x and routing must have as many rows"),
+        ("logit rows", {"x": TAKEN}, "one row for each token or both one for each logit row"),
     ),
     *misuses(
         "Program.head_linear",
@@ -104,4 +66,18 @@ MISUSES = [
         ("another norm", {"norm": norm(12)}, "absorbed is 64 wide and must be a multiple"),
     ),
     *misuses("Program.width", ("an unknown register", {"x": 99}, "x is register 99")),
+    *misuses("Program.of_logit_rows", ("an unknown register", {"x": 99}, "x is register 99")),
+    *misuses(
+        "Program.run",
+        ("an unknown expert", mixed(given=[floats(TOKENS, WIDTH), routing(EXPERTS)]), "which lies outside the experts"),
+        ("a negative expert", mixed(given=[floats(TOKENS, WIDTH), routing(-1)]), "which lies outside the experts"),
+        (
+            "too few rows",
+            mixed(given=[floats(TOKENS, WIDTH), routing()[:5]]),
+            r"given has the shape \(5, 4\)",
+        ),
+        ("no routing", mixed(given=[floats(TOKENS, WIDTH)]), "given has 1 arrays and must have 2"),
+        ("a narrow result", mixed(results=[floats(TOKENS, 32)]), r"results has the shape \(6, 32\)"),
+        ("no result", mixed(results=[]), "results has 0 arrays and must have 1"),
+    ),
 ]

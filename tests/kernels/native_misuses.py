@@ -12,20 +12,14 @@ from native_calls import (
     BLOCKS,
     DIM,
     KV_HEADS,
-    QKV_WIDTH,
-    QUERY_WIDTH,
     TOKENS,
-    VOCAB,
     WIDTH,
     Arguments,
     floats,
     ints,
     kv_arrays,
-    longs,
     norm,
     segment,
-    shape,
-    table,
 )
 
 from bifolio.errors import KernelArgumentError
@@ -90,79 +84,7 @@ def wrong_segments(entry: str) -> list[Misuse]:
     )
 
 
-ELEMENTWISE = [
-    *misuses(
-        "embed",
-        ("an id past the table", {"ids": ints(0, VOCAB, 1)}, r"ids\[1\] is 50, which lies outside the table"),
-        ("a negative id", {"ids": ints(0, 1, -1)}, r"ids\[2\] is -1, which lies outside the table"),
-        ("too few output rows", {"out": floats(2, WIDTH)}, r"out has the shape \(2, 64\)"),
-        ("a narrow output", {"out": floats(3, WIDTH - 1)}, r"must have the shape \(3, 64\)"),
-        ("a NaN scale", {"scale": NAN}, "scale is nan"),
-        ("a norm as the table", {"table": norm()}, "incompatible", TypeError),
-        ("no table", {"table": None}, "incompatible", TypeError),
-    ),
-    *misuses(
-        "norm",
-        ("x wider than the weight", {"x": WIDER, "out": WIDER.copy()}, "x is 65 wide and must be 64 wide"),
-        ("x narrower than the weight", {"x": floats(6, 63), "out": floats(6, 63)}, "x is 63 wide"),
-        ("another output height", {"out": TALLER}, r"out has the shape \(7, 64\)"),
-        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[1:7]}, "out and x overlap"),
-        ("a table as the weights", {"weights": table()}, "incompatible", TypeError),
-    ),
-    *misuses(
-        "add",
-        ("unequal widths", {"y": WIDER}, r"y has the shape \(6, 65\) and must have the shape \(6, 64\)"),
-        ("unequal heights", {"y": TALLER}, r"y has the shape \(7, 64\)"),
-        ("another output height", {"out": TALLER}, r"out has the shape \(7, 64\)"),
-        ("no columns", {name: floats(6, 0) for name in ("x", "y", "out")}, "x has no columns"),
-        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[3:9]}, "out and x overlap"),
-        ("an output that overlaps y", {"y": BOTH[:6], "out": BOTH[3:9]}, "out and y overlap"),
-    ),
-    *misuses(
-        "add_norm",
-        ("x wider than the weight", {"x": WIDER}, "x is 65 wide and must be 64 wide"),
-        ("a delta of another height", {"delta": TALLER}, r"delta has the shape \(7, 64\)"),
-        ("a sum of another width", {"sum": WIDER}, r"sum has the shape \(6, 65\)"),
-        ("a norm of another height", {"normed": TALLER}, r"normed has the shape \(7, 64\)"),
-        ("one array for both outputs", {"sum": BOTH[:6], "normed": BOTH[:6]}, "sum and normed overlap"),
-        ("a sum that overlaps x", {"x": BOTH[:6], "sum": BOTH[2:8]}, "overlap"),
-        ("a norm that overlaps delta", {"delta": BOTH[:6], "normed": BOTH[2:8]}, "overlap"),
-    ),
-    *misuses(
-        "linear",
-        ("x wider than the weights", {"x": WIDER}, "x is 65 wide and must be 64 wide"),
-        ("a narrow output", {"out": floats(TOKENS, 47)}, r"must have the shape \(6, 48\)"),
-        ("too few output rows", {"out": floats(TOKENS - 1, 48)}, r"out has the shape \(5, 48\)"),
-        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH.reshape(16, 48)[1:7]}, "out and x overlap"),
-    ),
-    *misuses(
-        "act",
-        ("an unknown activation", {"activation": 4}, "activation is 4"),
-        ("a negative activation", {"activation": -1}, "activation is -1"),
-        ("another output width", {"out": WIDER}, r"out has the shape \(6, 65\)"),
-        ("no columns", {"x": floats(6, 0), "out": floats(6, 0)}, "x has no columns"),
-        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[1:7]}, "out and x overlap"),
-    ),
-    *misuses(
-        "act_mul",
-        ("an unknown activation", {"activation": 5}, "activation is 5"),
-        ("an odd width", {"x": WIDER}, "x is 65 wide and must have an even width"),
-        ("no columns", {"x": floats(6, 0), "out": floats(6, 0)}, "x has no columns"),
-        ("an output as wide as x", {"out": floats(TOKENS, WIDTH)}, r"must have the shape \(6, 32\)"),
-        ("too few output rows", {"out": floats(5, WIDTH // 2)}, r"out has the shape \(5, 32\)"),
-        ("an output in place", {"x": BOTH[:6], "out": BOTH[:3].reshape(6, 32)}, "out and x overlap"),
-    ),
-    *misuses(
-        "softcap",
-        ("a cap of 0", {"cap": 0.0}, "cap is 0 and must be a finite number above 0"),
-        ("a NaN cap", {"cap": NAN}, "cap is nan"),
-        ("no columns", {"x": floats(6, 0)}, "x has no columns"),
-    ),
-    *misuses(
-        "argmax",
-        ("no columns", {"x": floats(6, 0)}, "x has no columns"),
-        ("a short output", {"out": longs(1, 2)}, "out has 2 elements and must have 6"),
-    ),
+SAMPLING = [
     *misuses(
         "weights",
         ("no columns", {"x": floats(6, 0)}, "x has no columns"),
@@ -170,58 +92,6 @@ ELEMENTWISE = [
         ("too few factors", {"warmth": floats(5)}, "warmth has 5 elements and must have 6"),
         ("a narrow output", {"out": np.zeros((6, 3), np.int64)}, "out is 6 by 3 and must be 6 by 64"),
     ),
-]
-
-ATTENTION = [
-    *misuses(
-        "rotation",
-        ("no frequencies", {"frequencies": floats(0)}, "the length of frequencies is 0"),
-        ("an infinite frequency", {"frequencies": np.full(16, np.inf, np.float32)}, r"frequencies\[0\] is inf"),
-        ("an infinite scale", {"scale": INFINITY}, "scale is inf"),
-        ("a negative position", {"positions": ints(0, -1, 2)}, r"positions\[1\] is -1"),
-        ("too few rows of cosine", {"cosine": floats(2, 16)}, r"cosine has the shape \(2, 16\)"),
-        ("a narrow sine", {"sine": floats(3, 15)}, r"sine has the shape \(3, 15\)"),
-        ("outputs that overlap", {"cosine": BOTH.reshape(-1, 16)[:3], "sine": BOTH.reshape(-1, 16)[2:5]}, "overlap"),
-    ),
-    *misuses(
-        "rope_and_write",
-        ("a narrow qkv", {"qkv": floats(TOKENS, QKV_WIDTH - DIM)}, "qkv is 224 wide and must be 256 wide"),
-        ("a shape of more heads", {"shape": shape(heads=6)}, "qkv is 256 wide and must be 320 wide"),
-        ("cosine alone", {"sine": None}, "cosine and sine must both be given"),
-        ("sine alone", {"cosine": None}, "cosine and sine must both be given"),
-        ("too few rows of cosine", {"cosine": floats(5, DIM // 2)}, r"cosine has the shape \(5, 16\)"),
-        ("a sine of another width", {"sine": floats(TOKENS, 15)}, r"sine has the shape \(6, 15\)"),
-        ("a rotation wider than the head", {n: floats(6, 17) for n in ("cosine", "sine")}, "between 1 and 16"),
-        ("a rotation of no width", {n: floats(6, 0) for n in ("cosine", "sine")}, "between 1 and 16"),
-        ("a cache and no slots", {"slots": None}, "cache and slots must both be given"),
-        ("slots and no cache", {"cache": None}, "cache and slots must both be given"),
-        ("too few slots", {"slots": longs(16, 17)}, "slots has 2 elements and must have 6"),
-        ("a slot past the cache", {"slots": longs(16, 17, 18, 19, 20, 80)}, r"slots\[5\] is 80, which lies outside"),
-        ("a negative slot", {"slots": longs(-1, 17, 18, 19, 20, 21)}, r"slots\[0\] is -1"),
-        ("a layer past the cache", {"layer": 2}, "layer is 2 and must be between 0 and 1"),
-        ("a negative layer", {"layer": -1}, "layer is -1"),
-        ("a cache of other kv heads", {"shape": shape(6, 1)}, "1 kv heads and must have 2"),
-        (
-            "a cache of another head_dim",
-            {"shape": shape(12, 2, 16), "cosine": None, "sine": None},
-            "head_dim of 16 and must have 32",
-        ),
-    ),
-    *misuses(
-        "attend",
-        ("fewer heads than the shape", {"query": floats(6, 96), "out": floats(6, 96)}, "query is 96 wide"),
-        ("more heads than the shape", {"query": floats(6, 256), "out": floats(6, 256)}, "must be 128 wide"),
-        ("a narrow output", {"out": floats(6, 96)}, r"out has the shape \(6, 96\)"),
-        ("too few output rows", {"out": floats(5, QUERY_WIDTH)}, r"out has the shape \(5, 128\)"),
-        ("an output in place", {"query": BOTH.reshape(6, 128), "out": BOTH.reshape(6, 128)}, "out and query overlap"),
-        ("a layer past the cache", {"layer": 2}, "layer is 2 and must be between 0 and 1"),
-        ("a negative layer", {"layer": -1}, "layer is -1"),
-        ("a cache of other kv heads", {"shape": shape(4, 4)}, "4 kv heads and must have 2"),
-        ("a cache of another head_dim", {"shape": shape(8, 2, 16)}, "head_dim of 16 and must have 32"),
-        ("no cache", {"cache": None}, "incompatible", TypeError),
-        ("more tokens than the segments", {n: floats(7, QUERY_WIDTH) for n in ("query", "out")}, "must cover 7"),
-    ),
-    *wrong_segments("attend"),
 ]
 
 CLASSES = [
@@ -385,4 +255,4 @@ SETTINGS = [
     ],
 ]
 
-MISUSES = [*ELEMENTWISE, *ATTENTION, *CLASSES, *SETTINGS]
+MISUSES = [*SAMPLING, *CLASSES, *SETTINGS]

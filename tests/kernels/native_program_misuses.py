@@ -6,9 +6,13 @@ import numpy as np
 from native_calls import VALID, VOCAB, complete, floats, ints, linear, longs, recorded, shape, table, tapped
 from native_misuses import INFINITY, NAN, Misuse, misuses, wrong_segments
 
+from bifolio.kernels import native
+
 X, ODD, QKV, COSINE, SINE, TAKEN = recorded()[1:]
 RECORDING_METHODS = [
-    entry.partition(".")[2] for entry in VALID if entry.startswith("Program.") and entry[8:] not in ("run", "width")
+    method
+    for group, _, method in (entry.partition(".") for entry in VALID)
+    if group == "Program" and method not in ("", "run", "width", "of_logit_rows")
 ]
 NO_REGISTER = "is register 99 and must be one of the 6 recorded so far"
 RECORDING = [
@@ -18,10 +22,11 @@ RECORDING = [
         "Program.norm",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("a negative register", {"x": -1}, "x is register -1"),
-        ("a register wider than the weight", {"x": QKV}, "x is 256 wide and must be 64 wide"),
+        ("a register of parts of the weight", {"x": ODD}, "x is 33 wide and must be a multiple of the length"),
     ),
     *misuses(
         "Program.add",
+        ("a NaN scale", {"scale": NAN}, "scale is nan"),
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("another unknown register", {"y": 99}, NO_REGISTER),
         ("unequal widths", {"y": ODD}, "y is 33 wide and must be 64 wide"),
@@ -31,7 +36,7 @@ RECORDING = [
         "Program.add_norm",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("an unknown delta", {"delta": -1}, "delta is register -1"),
-        ("x wider than the weight", {"x": QKV, "delta": QKV}, "x is 256 wide and must be 64 wide"),
+        ("x of parts of the weight", {"x": ODD, "delta": ODD}, "x is 33 wide and must be a multiple of the length"),
         ("unequal widths", {"delta": ODD}, "delta is 33 wide and must be 64 wide"),
         ("unequal heights", {"delta": TAKEN}, "one row for each token or both one for each logit row"),
     ),
@@ -61,10 +66,16 @@ RECORDING = [
     ),
     *misuses(
         "Program.attend",
-        ("an unknown register", {"qkv": 99}, NO_REGISTER),
-        ("a narrow register", {"qkv": X}, "qkv is 64 wide and must be 256 wide"),
-        ("logit rows", {"qkv": TAKEN, "shape": shape(2, 1, 16)}, "must have one for each token"),
+        ("an unknown register", {"query": 99}, NO_REGISTER),
+        ("a narrow register", {"query": X}, "query is 64 wide and must be 256 wide"),
+        ("logit rows", {"query": TAKEN, "shape": shape(2, 1, 16)}, "must have one for each token"),
         ("a negative layer", {"layer": -1}, "layer is -1"),
+    ),
+    *misuses(
+        "Program.finish",
+        ("an unknown register", {"results": [99]}, NO_REGISTER),
+        ("a register twice", {"results": [X, X]}, "twice and must be one once"),
+        ("a given register", {"self": (own := native.library().Program()), "results": [own.given(8)]}, "no given one"),
     ),
     *misuses(
         "Program.act",
@@ -76,6 +87,7 @@ RECORDING = [
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("an unknown activation", {"activation": -1}, "activation is -1"),
         ("an odd width", {"x": ODD}, "x is 33 wide and must have an even width"),
+        ("a NaN cutoff", {"cutoff": NAN}, "cutoff is nan"),
     ),
     *misuses(
         "Program.all_gather",
@@ -94,6 +106,7 @@ RECORDING = [
         ("a start behind the end", {"starts": [0, 64]}, "a start is 64"),
         ("a stop behind the end", {"stops": [4, 65]}, "a stop is 65"),
         ("an empty part", {"stops": [0, 64]}, "a stop is 0"),
+        ("too many factors", {"factors": floats(61)}, "factors has 61 elements and must have 60"),
     ),
     *misuses("Program.all_reduce", ("an unknown register", {"x": 99}, NO_REGISTER)),
     *misuses(
@@ -113,12 +126,11 @@ RECORDING = [
         "Program.logits",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("a register narrower than the head", {"head": linear(VOCAB, 65)}, "x is 64 wide and must be 65 wide"),
-        ("a row for each token", {"x": X}, "record take before logits"),
         ("a NaN softcap", {"softcap": NAN}, "softcap is nan"),
         ("a negative softcap", {"softcap": -1.0}, "softcap is -1"),
     ),
     *[
-        Misuse(f"Program.{method}", "a complete program", {"self": complete()}, "record nothing after logits")
+        Misuse(f"Program.{method}", "a complete program", {"self": complete()}, "record nothing after finish")
         for method in RECORDING_METHODS
     ],
 ]
@@ -126,7 +138,7 @@ RECORDING = [
 RUNNING = [
     *misuses(
         "Program.run",
-        ("before logits are recorded", {"self": recorded().program}, "record logits before it is run"),
+        ("before logits are recorded", {"self": recorded().program}, "record finish before it is run"),
         ("no tokens", {"ids": ints()}, "ids is empty"),
         ("too few positions", {"positions": ints(1, 2)}, "positions has 2 elements and must have 6"),
         ("too few slots", {"slots": longs(16, 17)}, "slots has 2 elements and must have 6"),
@@ -138,23 +150,25 @@ RUNNING = [
         ("a negative slot", {"slots": longs(-1, 53, 54, 55, 56, 57)}, r"slots\[0\] is -1"),
         ("a logit row past the batch", {"logit_rows": ints(0, 6)}, r"logit_rows\[1\] is 6, which lies outside"),
         ("a negative logit row", {"logit_rows": ints(-1, 5)}, r"logit_rows\[0\] is -1"),
-        ("too many logits", {"logits": floats(3, VOCAB)}, r"logits has the shape \(3, 50\)"),
+        ("too many logits", {"results": [floats(3, VOCAB)]}, r"results has the shape \(3, 50\)"),
         ("too few logits", {"logit_rows": None}, r"must have the shape \(6, 50\)"),
-        ("logits of another vocabulary", {"logits": floats(2, VOCAB - 1)}, r"logits has the shape \(2, 49\)"),
+        ("logits of another vocabulary", {"results": [floats(2, VOCAB - 1)]}, r"results has the shape \(2, 49\)"),
+        ("logits twice", {"results": [floats(2, VOCAB)] * 2}, "results has 2 arrays and must have 1"),
         ("a cache of too few layers", {"self": complete(layer=2)}, "layer is 2 and must be between 0 and 1"),
         ("a cache of other kv heads", {"self": complete(heads=6, kv_heads=1)}, "1 kv heads and must have 2"),
         ("a cache of another head_dim", {"self": complete(heads=12, dim=16)}, "head_dim of 16 and must have 32"),
-        ("rows that no operation reads", {"given": floats(6, 8)}, "given is for programs that record given"),
+        ("rows that no operation reads", {"given": [floats(6, 8)]}, "given has 1 arrays and must have 0"),
         ("taps that no operation writes", {"taps": floats(6, 8)}, "taps is for programs that record tap"),
-        ("no given rows", {"self": tapped()}, "given is for programs that record given"),
-        ("given rows of another width", {"self": tapped(), "given": floats(6, 9)}, r"given has the shape \(6, 9\)"),
-        ("too few given rows", {"self": tapped(), "given": floats(5, 8)}, r"given has the shape \(5, 8\)"),
+        ("no given rows", {"self": tapped()}, "given has 0 arrays and must have 1"),
+        ("given rows of another width", {"self": tapped(), "given": [floats(6, 9)]}, r"given has the shape \(6, 9\)"),
+        ("too few given rows", {"self": tapped(), "given": [floats(5, 8)]}, r"given has the shape \(5, 8\)"),
         (
             "narrow taps",
-            {"self": tapped(), "given": floats(6, 8), "taps": floats(6, 9)},
+            {"self": tapped(), "given": [floats(6, 8)], "taps": floats(6, 9)},
             r"taps has the shape \(6, 9\)",
         ),
-        ("no cache", {"cache": None}, "incompatible", TypeError),
+        ("no cache", {"cache": None}, "cache is None and must be given: the program attends"),
+        ("slots and no cache", {"self": tapped(), "given": [floats(6, 8)], "cache": None}, "slots is for batches with"),
         ("a table as the cache", {"cache": table()}, "incompatible", TypeError),
     ),
     *wrong_segments("Program.run"),

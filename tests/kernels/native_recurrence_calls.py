@@ -68,11 +68,6 @@ def use() -> dict[str, np.ndarray]:
     return {"starts": ints(0, 1, TOKENS), "reads": ints(0, 2), "writes": ints(1, -1, 3, -1, -1, 2)}
 
 
-def recur_arguments() -> dict[str, Any]:
-    rows = {"x": floats(TOKENS, IN_FEATURES), "recurrence": recurrence(), "layer": 1, "states": states()}
-    return {**rows, **use(), "out": floats(TOKENS, INNER)}
-
-
 def recording() -> dict[str, Any]:
     from native_calls import WIDTH, linear, recorded
 
@@ -86,13 +81,13 @@ def recurrent_program(layer: int = 1) -> Any:
 
     own = recording()
     program = own["self"]
-    program.logits(program.take(program.recur(own["x"], layer, own["recurrence"])), linear(VOCAB, INNER), 0.0)
+    hidden = program.take(program.recur(own["x"], layer, own["recurrence"]))
+    program.finish([program.logits(hidden, linear(VOCAB, INNER), 0.0)])
     return program
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "Recurrence": parameters,
     "States": state_arrays,
-    "recur": recur_arguments,
     "Program.recur": recording,
 }

@@ -9,7 +9,6 @@ from native_misuses import NAN, misuses
 from native_recurrence_calls import (
     CHANNELS,
     HEADS,
-    IN_FEATURES,
     INNER,
     KEY,
     STATES,
@@ -78,16 +77,6 @@ MISUSES = [
         ("no states", {"windows": [floats(0, 3, 1)] * 2, "states": [floats(0, 1, 1, 1)] * 2}, "at least one"),
     ),
     *misuses(
-        "recur",
-        ("a narrow x", {"x": floats(TOKENS, IN_FEATURES - 1)}, "x is 167 wide and must be 168 wide"),
-        ("a wide output", {"out": floats(TOKENS, IN_FEATURES)}, r"must have the shape \(6, 64\)"),
-        ("a layer that does not exist", {"layer": 2}, "layer is 2"),
-        ("a negative layer", {"layer": -1}, "layer is -1"),
-        ("other windows", {"states": OTHER_WINDOWS}, r"\(4, 96\) and must have the shape \(3, 96\)"),
-        ("other states", {"states": OTHER_STATES}, r"\(4, 16, 8\) and must have the shape \(4, 8, 16\)"),
-        *USES,
-    ),
-    *misuses(
         "Program.recur",
         ("an unknown register", {"x": 99}, "x is register 99"),
         ("a narrow register", {"x": X}, "x is 64 wide and must be 168 wide"),
@@ -98,6 +87,8 @@ MISUSES = [
         ("no states", RUN | {"states": None}, "states is None and must be given"),
         ("no starts", RUN | {"starts": None}, "starts"),
         ("a layer without states", RUN | {"self": recurrent_program(2)}, "layer is 2"),
+        ("other windows", RUN | {"states": OTHER_WINDOWS}, r"\(4, 96\) and must have the shape \(3, 96\)"),
+        ("other states", RUN | {"states": OTHER_STATES}, r"\(4, 16, 8\) and must have the shape \(4, 8, 16\)"),
         *((name, RUN | changes, message) for name, changes, message in USES),
     ),
 ]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bifolio.config import ModelConfig, RopeConfig
-from bifolio.expert_config import MoeConfig
+from bifolio.config.layers import MoeConfig
 from bifolio.kernels.interface import KernelSet, Linear, Norm, Router
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.torch_reference import TorchKernels

@@ -88,18 +88,6 @@ def test_rotation_at_far_positions() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_argmax_takes_the_first_of_equals(isa: str) -> None:
-    x = np.random.default_rng(2).integers(0, 9, (5, 1003)).astype(np.float32)
-    x[1] = -np.inf
-    x[2, 1002] = 50
-    x[3, 7] = np.nan
-    with settings(isa):
-        result = native.NativeKernels().argmax(x)
-    expected = np.where(np.isnan(x), -np.inf, x).argmax(axis=1)
-    np.testing.assert_array_equal(result, expected)
-
-
-@pytest.mark.parametrize("isa", ISAS)
 def test_logits_with_a_soft_cap(isa: str) -> None:
     rng = np.random.default_rng(3)
     head = random_linear(rng, [33], 20, QuantFormat.F32)

@@ -22,5 +22,7 @@ def test_the_native_product_of_no_rows_writes_nothing() -> None:
     kernels = make_kernels("native")
     linear = kernels.prepare_linear(Linear((np.ones((61, 32), np.float32),), (None,)))
     memory = np.full((8, 61), 7, np.float32)
-    kernels.native.linear(np.zeros((0, 32), np.float32), kernels.packed(linear), memory[:0])  # type: ignore[attr-defined]
+    program = kernels.native.Program()  # type: ignore[attr-defined]
+    program.finish([program.linear(program.given(32), linear.prepared)])
+    program.run(given=[np.zeros((0, 32), np.float32)], results=[memory[:0]])
     assert (memory == 7).all()

@@ -14,8 +14,7 @@ from operation_cases import CASES, check_operation
 from phase_checks import PHASE_KERNELS, check_decode_needs_a_cache, check_phase_selects
 
 from bifolio.kernels.interface import AttentionPhase, KernelSet
-from bifolio.measure.part_clock import PartClock
-from bifolio.measure.timed_kernels import TimedKernels
+from bifolio.measure.operation_hook import OPERATIONS, hooked
 from helpers import cpu_kernel_names, make_kernels
 
 MEMBERS = protocol_members(KernelSet)
@@ -33,7 +32,22 @@ def test_every_member_of_the_protocol_has_a_case() -> None:
 
 def test_the_set_has_every_member_of_the_protocol(kernels: KernelSet) -> None:
     assert not MEMBERS - set(dir(kernels))
-    assert not MEMBERS - set(dir(TimedKernels(kernels, PartClock())))
+
+
+def test_a_hook_sees_every_operation_of_the_protocol(kernels: KernelSet) -> None:
+    assert {"attend", "linear", "logits", "tap"} <= OPERATIONS <= MEMBERS
+    seen: list[str] = []
+
+    def hook(name: str, work: Any, *arguments: Any) -> Any:
+        seen.append(name)
+        return work(*arguments)
+
+    watched = hooked(kernels, hook)
+    assert not MEMBERS - set(dir(watched))
+    check_operation("add_norm", watched)
+    assert set(seen) == {"add_norm", "linear"}
+    assert watched.device_slots(None, None, None) is None  # type: ignore[arg-type]
+    assert hooked(kernels, hook, one_by_one=True).record(None, AttentionPhase.DECODE) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,17 +11,16 @@ import pytest
 from family_rows import row_folder
 
 from bifolio import LLM, SamplingParams
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet, TimedOperation
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.measure import machine
 from bifolio.measure.machine import MachineLimits, measure_limits
-from bifolio.measure.part_clock import PartClock, PartTotals
-from bifolio.measure.profiler import PARTS, PhaseProfile, Profile, hook_step, profile_model
+from bifolio.measure.profiler import PARTS, CudaEvents, PhaseProfile, Profile, StepClock, profile_model
 from bifolio.measure.random_models import SHAPES, random_model
-from bifolio.measure.timed_kernels import TimedKernels, seen_pairs
+from bifolio.measure.work import PartTotals, seen_pairs
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.loaded import LoadedModel
-from helpers import drain, make_engine
+from helpers import cpu_kernel_names, drain, make_engine, make_kernels
 from hybrid_models import tiny_hybrid
 
 LIMITS = MachineLimits(1e10, 1e11, "given", "given")
@@ -107,7 +106,7 @@ def test_products_with_quantised_weights_count_as_integers(format: str, integers
     assert record["decode"]["share_of_compute_limit"] == profile.decode.compute_share(limits)
 
 
-def test_timing_does_not_change_tokens_and_hides_the_shortcut() -> None:
+def test_timing_does_not_change_tokens_and_reads_the_clock_of_the_program() -> None:
     calls: list[str] = []
 
     class Fused(ReferenceKernels):
@@ -116,35 +115,48 @@ def test_timing_does_not_change_tokens_and_hides_the_shortcut() -> None:
         def record(self, network: Any, phase: Any) -> Any:
             def run(batch: Any, storage: Any) -> Any:
                 calls.append("run")
-                return network.forward(self, batch, storage)
+                return network.forward(ReferenceKernels(), batch, storage)
 
-            return SimpleNamespace(run=run)
+            def profile(batch: Any, storage: Any) -> Any:
+                calls.append("profile")
+                timed = [("linear", None, 2.0), ("attend", None, 1.0), ("norm", None, 0.5)]
+                return network.forward(ReferenceKernels(), batch, storage), [TimedOperation(*each) for each in timed]
 
-    clock = PartClock()
-    timed = TimedKernels(Fused(), clock)
-    llm = LLM(random_model("tiny"), kernels=timed, num_blocks=40, max_model_len=64)
-    timed.attach(llm.engine.runner.weights)
-    hook_step(llm.engine, clock)
+            return SimpleNamespace(run=run, profile=profile)
+
+    clock = StepClock(Fused())
+    llm = LLM(random_model("tiny"), kernels=clock.kernels, num_blocks=40, max_model_len=64)
+    clock.attach(llm.engine)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     plain = llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids
-    assert calls
+    assert set(calls) == {"run"}
     assert not clock.totals
     calls.clear()
     clock.phase = "any"
     assert llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids == plain
-    assert not calls
-    assert set(clock.totals["any"]) >= {"embedding", "norms", "projections", "attention", "MLP", "logits", "sampling"}
+    assert calls == ["profile"] * 6
+    found = clock.totals["any"]
+    assert (found["logits"].seconds, found["attention"].seconds, found["norms"].seconds) == (12.0, 6.0, 3.0)
+    assert set(found) >= {"projections", "MLP", "sampling", "planning", "network"}
 
 
-def totals(model: LoadedModel) -> dict[str, PartTotals]:
+@pytest.mark.parametrize("kernels", cpu_kernel_names())
+def test_every_kernel_set_is_timed(kernels: str) -> None:
+    """Recorded programs by their clock, the other sets call by call."""
+    found = totals(random_model("tiny"), make_kernels(kernels))
+    for part in ("embedding", "norms", "projections", "attention", "MLP", "logits"):
+        assert found[part].seconds > 0.0, part
+
+
+def totals(model: LoadedModel, kernels: KernelSet | None = None) -> dict[str, PartTotals]:
     """The totals of a run of three tokens."""
-    clock = PartClock()
-    timed = TimedKernels(ReferenceKernels(), clock)
-    engine = make_engine(model, kernels=timed)
-    timed.attach(engine.runner.weights)
+    clock = StepClock(kernels or ReferenceKernels())
+    engine = make_engine(model, kernels=clock.kernels)
+    clock.attach(engine)
     engine.add_request("any", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     clock.phase = "any"
     drain(engine)
+    clock.totals["any"].pop("network")
     return clock.totals["any"]
 
 
@@ -168,13 +180,35 @@ def test_products_of_streams_inputs_and_routers_are_no_logits(family: str) -> No
 
 
 def test_clock_books_time_only_while_it_runs() -> None:
-    clock = PartClock()
+    clock = StepClock(ReferenceKernels())
     clock.timed("nap", time.sleep, 0.001)
-    clock.count("nap", 1, 1)
     assert not clock.totals
     clock.phase = "decode"
     clock.timed("nap", time.sleep, 0.01)
     assert clock.totals["decode"]["nap"].seconds >= 0.01
+
+
+def test_operations_on_a_gpu_are_timed_by_events_that_are_read_when_their_work_is_done() -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def elapsed_time(self, other: object) -> float:
+            assert "synchronize cuda:1" in log
+            return 2.0  # milliseconds
+
+    events = CudaEvents.__new__(CudaEvents)
+    device = SimpleNamespace(Event=Event, synchronize=lambda name: log.append(f"synchronize {name}"))
+    events._cuda, events._device, events._pairs = device, "cuda:1", []
+    assert events.timed("MLP", lambda x, scale: log.append("call") or x * scale, 3, scale=2) == 6
+    assert log == ["record", "call", "record"]
+    assert events.collect() == [("MLP", 0.002)]
+    assert events.collect() == []
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -124,7 +124,7 @@ def test_a_process_returns_the_memory_of_large_requests() -> None:
     code = """
 import sys
 from pathlib import Path
-from bifolio.serve.allocator import return_large_blocks
+from bifolio.serve.helpers.allocator import return_large_blocks
 if sys.argv[1] == "yes":
     assert return_large_blocks()
 def own():

@@ -17,8 +17,8 @@ from family_rows import ROWS
 from moe_cases import MOE_GGUF_CASES, MOE_HF_CASES
 
 from bifolio.config import ModelConfig
+from bifolio.config.layers import USUAL
 from bifolio.errors import BifolioError
-from bifolio.layer_config import USUAL
 from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.gguf.metadata import model_metadata
 from bifolio.model.gguf.reader import GgufFile, Value, open_gguf

@@ -16,8 +16,8 @@ from whole_prompt import prompt_logits
 from bifolio.api.llm import LLM
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cli.inspect import architecture_lines
-from bifolio.config import ConfigError, ModelConfig, SpeculativeConfig, layers_of
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import ModelConfig, SpeculativeConfig, layers_of
+from bifolio.errors import ConfigError, UnsupportedModelError
 from bifolio.kernels.select import select_kernels
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.families.gemma4 import JoinedExperts

@@ -12,7 +12,7 @@ from family_rows import row_folder
 from bifolio import LLM
 from bifolio.api.language_model import LanguageModel
 from bifolio.errors import ConfigError
-from bifolio.serve.embedding import EmbeddingQueue
+from bifolio.serve.process.embedding import EmbeddingQueue
 from bifolio.train import TrainSettings, train
 from helpers import cpu_kernel_names, make_kernels
 

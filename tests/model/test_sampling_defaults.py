@@ -59,8 +59,8 @@ def test_help_shows_them(verb: str) -> None:
 
 def test_the_server_starts_from_them_and_shows_them() -> None:
     pytest.importorskip("msgspec")
-    from bifolio.serve.protocol import ChatRequest
-    from bifolio.serve.sampling import engine_params, request_defaults
+    from bifolio.serve.http.sampling import engine_params, request_defaults
+    from bifolio.serve.protocols.openai_types import ChatRequest
 
     text_model = open_text_model(tiny_folder(tokenizer=True))
     request = ChatRequest(messages=[])

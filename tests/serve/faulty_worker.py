@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.engine.executor import ModelRunner
-from bifolio.serve import worker
+from bifolio.serve.process import worker
 
 FAIL, DIE, HANG = 300, 301, 302  # token ids that no test uses otherwise
 

@@ -14,10 +14,10 @@ from typing import Any
 from msgspec import inspect
 
 from bifolio.measure.soak_bombs import BOMBS
-from bifolio.serve import protocol as p
-from bifolio.serve.bounds import parts
+from bifolio.serve.http.bounds import parts
 from bifolio.serve.protocols import anthropic_types as a
 from bifolio.serve.protocols import ollama_types as o
+from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.responses_types import ResponsesRequest
 

@@ -14,7 +14,7 @@ from typing import Any
 from limit_cases import smallest
 from msgspec import inspect
 
-from bifolio.serve.bounds import parts
+from bifolio.serve.http.bounds import parts
 
 WORD = "probe_of_words"
 EACH = "[]"  # every item of a list

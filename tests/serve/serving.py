@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 import openai
 
-from bifolio.serve.context import Limits as Limits
-from bifolio.serve.context import ServerContext
-from bifolio.serve.server import Server, ServerSettings, make_server, running_context
+from bifolio.serve.http.context import Limits as Limits
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.server import Server, ServerSettings, make_server, running_context
 from helpers import tiny_folder
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from law_server import ATTACKER, LawServer
 
-from bifolio.serve.connection import allow_files
+from bifolio.serve.http.connection import allow_files
 
 Siege = Callable[[LawServer], contextlib.AbstractContextManager[None]]
 NUM_PARTIAL = 1060  # more than one client may have

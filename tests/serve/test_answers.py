@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bifolio.serve.generation import Answer, Piece
+from bifolio.serve.http.generation import Answer, Piece
 
 
 class Counted(str):

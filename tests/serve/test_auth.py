@@ -12,8 +12,8 @@ import pytest
 from serving import RunningServer, running_server
 
 from bifolio.errors import ConfigError
-from bifolio.serve.app import ROUTES
-from bifolio.serve.auth import KeyRing, read_keys
+from bifolio.serve.http.app import ROUTES
+from bifolio.serve.http.auth import KeyRing, read_keys
 from bifolio.serve.page import page_files
 
 KEYS = ["first-secret-key", "second-secret-key"]

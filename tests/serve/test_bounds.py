@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from bifolio.serve import protocol as p
-from bifolio.serve.errors import ApiError
-from bifolio.serve.http import decode
-from bifolio.serve.openapi import OPERATIONS, PROTOCOL_OPERATIONS
+from bifolio.serve.http.errors import ApiError
+from bifolio.serve.http.exchange import decode
+from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.views.openapi import OPERATIONS, PROTOCOL_OPERATIONS
 
 REQUESTS = [row[3] for row in (*OPERATIONS, *PROTOCOL_OPERATIONS) if row[3] is not None]
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving import RunningServer, running_server
 
-from bifolio.serve.connection import Connections, Stage
+from bifolio.serve.http.connection import Connections, Stage
 
 SHORT = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 KEYS = ["victim-secret", "hostile-secret"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from serving import RunningServer, running_server
 
-from bifolio.transfer_settings import TransferSettings
+from bifolio.config.transfer import TransferSettings
 from helpers import random_prompt
 
 pytestmark = pytest.mark.full

@@ -21,14 +21,14 @@ from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import ConfigError, EngineFaultError, FaultKind
 from bifolio.handshakes import Handshakes
 from bifolio.sampling_params import SamplingParams
-from bifolio.serve import engine_host
-from bifolio.serve import handshake as h
-from bifolio.serve.engine_connection import Link
-from bifolio.serve.engine_host import EngineHost
-from bifolio.serve.errors import api_error
-from bifolio.serve.local_engine import LocalEngine
-from bifolio.serve.remote_engine import RemoteEngine
-from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.http.errors import api_error
+from bifolio.serve.process import engine_host
+from bifolio.serve.process import handshake as h
+from bifolio.serve.process.engine_connection import Link
+from bifolio.serve.process.engine_host import EngineHost
+from bifolio.serve.process.local_engine import LocalEngine
+from bifolio.serve.process.remote_engine import RemoteEngine
+from bifolio.serve.process.supervisor import EngineProcess
 
 Client = TypeVar("Client", bound=EngineClient)
 SECRET = b"a secret of some length"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from serving import RunningServer
 
-from bifolio.serve.errors import ApiError
-from bifolio.serve.http import grouped
+from bifolio.serve.http.errors import ApiError
+from bifolio.serve.http.exchange import grouped
 
 
 class Event(msgspec.Struct):

@@ -47,7 +47,7 @@ class Served:
             with contextlib.suppress(OSError):
                 command, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
                 parent = int(status.rpartition(")")[2].split()[1])
-                if b"bifolio.serve.branch" in command and parent == self.process.pid:
+                if b"bifolio.serve.helpers.branch" in command and parent == self.process.pid:
                     found.append(int(entry.name))
         return found
 

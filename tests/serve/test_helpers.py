@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from serving import model_folder
 
-from bifolio.serve import helper_messages as h
-from bifolio.serve.errors import ApiError
-from bifolio.serve.fairness import FairQueue, FairThread
-from bifolio.serve.grammar_checks import GrammarChecks
-from bifolio.serve.helper import MEMORY_BYTES, Helper
+from bifolio.serve.helpers import helper_messages as h
+from bifolio.serve.helpers.grammar_checks import GrammarChecks
+from bifolio.serve.helpers.helper import MEMORY_BYTES, Helper
+from bifolio.serve.http.errors import ApiError
+from bifolio.serve.process.fairness import FairQueue, FairThread
 
 FINE = h.Check("regex", "a+b")
 

@@ -16,10 +16,10 @@ from bifolio.api.messages import KvEventSettings
 from bifolio.cache.digests import root_digest
 from bifolio.cache.events import CacheEvents, Cleared, Stored
 from bifolio.errors import ConfigError
-from bifolio.serve import kv_event_ports
-from bifolio.serve.kv_event_ports import MAX_READ_BYTES, BatchLog
-from bifolio.serve.kv_events import KvEventPublisher
-from bifolio.serve.zmtp import GREETING, FrameReader, ZmtpError, command, frame, ready
+from bifolio.serve.process import kv_event_ports
+from bifolio.serve.process.kv_event_ports import MAX_READ_BYTES, BatchLog
+from bifolio.serve.process.kv_events import KvEventPublisher
+from bifolio.serve.process.zmtp import GREETING, FrameReader, ZmtpError, command, frame, ready
 
 zmq = pytest.importorskip("zmq")
 ANY = "tcp://127.0.0.1:*"

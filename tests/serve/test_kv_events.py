@@ -13,8 +13,8 @@ from serving import ENGINE, running_server
 from bifolio.api.messages import KvEventSettings
 from bifolio.cache.digests import next_digest, root_digest
 from bifolio.cache.events import CacheEvents, Cleared, Removed, Stored
-from bifolio.serve import kv_events
-from bifolio.serve.kv_events import KvEventPublisher, short_hash
+from bifolio.serve.process import kv_events
+from bifolio.serve.process.kv_events import KvEventPublisher, short_hash
 
 zmq = pytest.importorskip("zmq")
 ANY = KvEventSettings("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@test")

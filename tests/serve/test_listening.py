@@ -16,8 +16,8 @@ import pytest
 
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
-from bifolio.serve import listening
-from bifolio.serve.listening import bound_sockets, check_certificate, reserve
+from bifolio.serve.http import listening
+from bifolio.serve.http.listening import bound_sockets, check_certificate, reserve
 from cli_runner import CliRunner
 from helpers import tiny_folder
 

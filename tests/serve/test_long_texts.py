@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from serving import running_server
 
-from bifolio.serve.encoding import JsonList, encode_json
+from bifolio.serve.http.encoding import JsonList, encode_json
 from bifolio.text.tokenizer import Tokenizer
 
 

@@ -20,9 +20,9 @@ import pytest
 from serving import RunningServer, model_folder, running_server
 
 from bifolio.api.messages import BLOCK_HELD
-from bifolio.serve import live
-from bifolio.serve.auth import Tenant
-from bifolio.serve.fairness import MAX_SHIFT, Turns
+from bifolio.serve.http.auth import Tenant
+from bifolio.serve.process.fairness import MAX_SHIFT, Turns
+from bifolio.serve.views import live
 from pty_session import PtySession
 
 SHORT = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
@@ -91,7 +91,7 @@ def test_logprobs_beyond_the_budget_are_refused(server: RunningServer) -> None:
 
 @pytest.mark.full
 def test_a_full_queue_of_one_key_does_not_refuse_another() -> None:
-    from bifolio.serve.context import Limits
+    from bifolio.serve.http.context import Limits
 
     limits = Limits(max_queue=8)
     with running_server(keys=["one-key", "other-key"], limits=limits, engine={"max_num_seqs": 2}) as server:
@@ -110,7 +110,7 @@ def test_a_full_queue_of_one_key_does_not_refuse_another() -> None:
 
 @pytest.mark.full
 def test_embeddings_wait_in_the_same_queue() -> None:
-    from bifolio.serve.context import Limits
+    from bifolio.serve.http.context import Limits
 
     with running_server(limits=Limits(max_queue=2)) as server, server.http() as http:
         assert http.post("/v1/embeddings", json={"input": ["a"] * 10}).status_code == 200
@@ -255,8 +255,8 @@ def test_docs_are_a_page(server: RunningServer) -> None:
 
 
 def test_docs_have_every_route_and_the_styles_of_the_page(server: RunningServer) -> None:
-    from bifolio.serve.app import ROUTES
-    from bifolio.serve.protocols import PROTOCOL_ROUTES
+    from bifolio.serve.http.app import ROUTES
+    from bifolio.serve.protocols.routes import PROTOCOL_ROUTES
 
     with server.http() as http:
         page = http.get("/docs").text

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from serving import RunningServer, running_server
 
-from bifolio.serve.logs import JsonFormatter, request_id
+from bifolio.serve.views.logs import JsonFormatter, request_id
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 

@@ -81,8 +81,8 @@ def test_events_follow_the_document(server: RunningServer, path: str, body: dict
 
 
 def test_every_route_is_in_the_document(server: RunningServer) -> None:
-    from bifolio.serve.app import ROUTES
-    from bifolio.serve.protocols import PROTOCOL_ROUTES
+    from bifolio.serve.http.app import ROUTES
+    from bifolio.serve.protocols.routes import PROTOCOL_ROUTES
 
     paths = {path.replace("{name:path}", "{name}") for path, _, _ in (*ROUTES, *PROTOCOL_ROUTES)}
     assert paths - {"/openapi.json"} == set(document(server)["paths"])

@@ -11,8 +11,8 @@ import openai
 import pytest
 from serving import RunningServer, running_server
 
-from bifolio.serve import conversations
-from bifolio.serve.conversations import Conversation, ConversationStore
+from bifolio.serve.process import conversations
+from bifolio.serve.process.conversations import Conversation, ConversationStore
 from helpers import tiny_folder
 
 pytestmark = pytest.mark.full  # each module starts a server

@@ -17,12 +17,12 @@ from bifolio.config import checked_kv_dtype
 from bifolio.errors import ConfigError, ModelFileError, RequestError
 from bifolio.model.loader import load_model
 from bifolio.sampling_params import SamplingParams
-from bifolio.serve.app import _http_error
-from bifolio.serve.errors import ApiError, queue_full
-from bifolio.serve.http import decode
-from bifolio.serve.protocol import ChatRequest
+from bifolio.serve.http.app import _http_error
+from bifolio.serve.http.errors import ApiError, queue_full
+from bifolio.serve.http.exchange import decode
 from bifolio.serve.protocols.anthropic_types import MessagesRequest
 from bifolio.serve.protocols.ollama_types import OllamaChatRequest as OllamaChat
+from bifolio.serve.protocols.openai_types import ChatRequest
 from bifolio.serve.protocols.responses_types import ResponsesRequest
 
 URL = {"url": "data:image/png;base64,AAAA"}

@@ -17,13 +17,13 @@ from probes import WORD, Probe, probes
 from serving import running_server
 from silence_cases import REQUESTS
 
-from bifolio.serve.errors import ApiError
-from bifolio.serve.generation import Job, Run
-from bifolio.serve.http import decode
-from bifolio.serve.ignored import ignored_rows, reason_for
-from bifolio.serve.openapi import openapi_document
-from bifolio.serve.protocol import ChatRequest
+from bifolio.serve.http.errors import ApiError
+from bifolio.serve.http.exchange import decode
+from bifolio.serve.http.generation import Job, Run
+from bifolio.serve.protocols.ignored import ignored_rows, reason_for
+from bifolio.serve.protocols.openai_types import ChatRequest
 from bifolio.serve.protocols.responses_types import ResponsesRequest
+from bifolio.serve.views.openapi import openapi_document
 from infill_models import QWEN, infill_folder, infill_tokenizer
 
 TEMPLATE = (

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from serving import RunningServer, sse_events
 
-from bifolio.serve.encoding import encode_json
-from bifolio.serve.turn import Turn
+from bifolio.serve.http.encoding import encode_json
+from bifolio.serve.http.turn import Turn
 from bifolio.text.tools import FORMATS
 from bifolio.text.tools.events import AnswerReader, Part
 from bifolio.text.tools.format import ToolFormat

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from serving import RunningServer, running_server
 
-from bifolio.serve import tls_doors
-from bifolio.serve.connection import Connections
-from bifolio.serve.tls_doors import TlsDoors, tls_context
+from bifolio.serve.http import tls_doors
+from bifolio.serve.http.connection import Connections
+from bifolio.serve.http.tls_doors import TlsDoors, tls_context
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bifolio.kernels.reference import ReferenceKernels
-from bifolio.serve.update_pace import MAX_SECONDS, UPDATES, UPDATES_BESIDE_KERNELS, UpdatePace
+from bifolio.serve.process.update_pace import MAX_SECONDS, UPDATES, UPDATES_BESIDE_KERNELS, UpdatePace
 
 
 class Device(ReferenceKernels):

@@ -25,12 +25,12 @@ from serving import ENGINE, model_folder, running_server
 from sieges import SIEGES
 
 from bifolio.api.messages import Launch, Start
-from bifolio.serve.bounds import parts
-from bifolio.serve.connection import allow_files
-from bifolio.serve.engine_host import EngineHost
-from bifolio.serve.remote_engine import RemoteEngine
-from bifolio.serve.supervisor import EngineProcess
-from bifolio.transfer_settings import TransferSettings
+from bifolio.config.transfer import TransferSettings
+from bifolio.serve.http.bounds import parts
+from bifolio.serve.http.connection import allow_files
+from bifolio.serve.process.engine_host import EngineHost
+from bifolio.serve.process.remote_engine import RemoteEngine
+from bifolio.serve.process.supervisor import EngineProcess
 from helpers import random_prompt
 
 NATIVE = {"kernels": "native", "threads": 1}

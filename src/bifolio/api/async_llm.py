@@ -222,11 +222,7 @@ class AsyncLLM:
             requests: list[Request] = []
             try:
                 for new_id, (text, tokens), one in zip(ids, inputs, each, strict=True):
-                    if isinstance(one, BeamSearchParams):
-                        request = engine.add_beam_search(new_id, tokens, one, prompt=text, priority=priority)
-                    else:
-                        request = engine.add_request(new_id, tokens, one, prompt=text, priority=priority)
-                    requests.append(request)
+                    requests.append(engine.add_request(new_id, tokens, one, prompt=text, priority=priority))
                     self._channels[new_id] = channel
             except BaseException:
                 self._end(engine, requests)

@@ -1,9 +1,9 @@
 """`EngineClient`: an engine as its users see it, wherever it runs.
 
-    in this process      serve.local_engine.LocalEngine       a thread
-    in a child process   serve.supervisor.EngineProcess       restarted when it ends or hangs
-    on another host      serve.remote_engine.RemoteEngine     TCP, a shared secret
-    in a cluster         cluster.replica_engine.ReplicaEngine one of several replicas, chosen for each request
+    in this process      serve.process.local_engine.LocalEngine       a thread
+    in a child process   serve.process.supervisor.EngineProcess       restarted when it ends or hangs
+    on another host      serve.process.remote_engine.RemoteEngine     TCP, a shared secret
+    in a cluster         cluster.replica_engine.ReplicaEngine         one of several replicas, chosen for each request
 
 The front end knows this protocol alone. Clients live on one event loop. Requests and updates are the messages of
 `api.messages`; every failure is an `EngineFaultError` with a `FaultKind`.

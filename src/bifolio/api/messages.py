@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
+from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
-from bifolio.transfer_settings import TransferSettings
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
 
 
 class KvEventSettings(msgspec.Struct):
-    """Where an engine publishes its KV events (`serve.kv_events`)."""
+    """Where an engine publishes its KV events (`serve.process.kv_events`)."""
 
     endpoint: str  # tcp://*:5557; * as the port: any
     replay_endpoint: str  # tcp://*:5558
@@ -62,7 +62,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     thinking: Thinking | None = None  # the grammar begins behind the reasoning, whose length may be limited
     keeps: bool = False  # the blocks stay after the end, for follow-ups
     parent: str = ""  # id of a kept request that this one may continue
-    prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.block_transfer`)
+    prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.process.block_transfer`)
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -91,7 +91,7 @@ class Look(msgspec.Struct, tag="look"):
 
 
 class Remember(msgspec.Struct, tag="remember"):
-    """Store a conversation (`serve.conversations`)."""
+    """Store a conversation (`serve.process.conversations`)."""
 
     name: str
     owner: str

@@ -73,10 +73,7 @@ class SharedEngine:
         text, token_ids = prompt
         with self._lock:
             self._check_owner()
-            if isinstance(params, BeamSearchParams):
-                request = self.engine.add_beam_search(request_id, token_ids, params, prompt=text, priority=priority)
-            else:
-                request = self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+            request = self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
             if results is not None:
                 self._streams[request_id] = results
             return request

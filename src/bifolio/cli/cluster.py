@@ -60,7 +60,7 @@ class Replicas:
 
     def settings(self, model: str | None, engine: dict[str, Any]) -> ClusterSettings:
         from bifolio.cluster.application import ClusterSettings
-        from bifolio.serve.auth import read_keys
+        from bifolio.serve.http.auth import read_keys
 
         return ClusterSettings(
             model=model,

@@ -37,10 +37,10 @@ def engine(
 
     try:
         from bifolio.api.messages import Launch
-        from bifolio.serve.engine_host import host_engine
-        from bifolio.serve.handshake import read_secret
-        from bifolio.serve.logs import configure_logging
-        from bifolio.serve.server import event_loop
+        from bifolio.serve.http.server import event_loop
+        from bifolio.serve.process.engine_host import host_engine
+        from bifolio.serve.process.handshake import read_secret
+        from bifolio.serve.views.logs import configure_logging
     except ImportError as error:
         raise MissingDependencyError(f"the engine host needs {error.name}: pip install 'bifolio[serve]'") from error
     from bifolio.model.registry import DEFAULT_MODEL

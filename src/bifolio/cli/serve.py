@@ -10,8 +10,8 @@ from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
     from bifolio.api.messages import KvEventSettings
-    from bifolio.serve.server import ServerSettings
-    from bifolio.transfer_settings import TransferSettings
+    from bifolio.config.transfer import TransferSettings
+    from bifolio.serve.http.server import ServerSettings
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -184,9 +184,9 @@ class ServerOptions:
 
     def settings(self) -> ServerSettings:
         from bifolio.engine.memory import parse_bytes
-        from bifolio.serve.auth import read_keys
-        from bifolio.serve.context import Limits
-        from bifolio.serve.server import ServerSettings, default_front_ends
+        from bifolio.serve.http.auth import read_keys
+        from bifolio.serve.http.context import Limits
+        from bifolio.serve.http.server import ServerSettings, default_front_ends
 
         return ServerSettings(
             host=self.host,
@@ -218,8 +218,8 @@ class ServerOptions:
         )
 
     def _transfer(self) -> TransferSettings:
-        from bifolio.serve.auth import read_keys
-        from bifolio.transfer_settings import TransferSettings
+        from bifolio.config.transfer import TransferSettings
+        from bifolio.serve.http.auth import read_keys
 
         secret = "" if self.transfer_secret_file is None else read_keys([], [self.transfer_secret_file])[0]
         addresses = tuple(self.prefill_address or ())
@@ -249,7 +249,7 @@ class ServerOptions:
 
     def _secret(self) -> bytes:
         from bifolio.errors import ConfigError
-        from bifolio.serve.handshake import read_secret
+        from bifolio.serve.process.handshake import read_secret
 
         if (self.engine is None) != (self.engine_secret_file is None):
             raise ConfigError("--engine and --engine-secret-file go together: pass both or none")
@@ -267,9 +267,9 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
 
     check_combined(server, engine)
     try:
-        from bifolio.serve.logs import LEVELS, configure_logging
-        from bifolio.serve.server import event_loop
-        from bifolio.serve.server import serve as run_server
+        from bifolio.serve.http.server import event_loop
+        from bifolio.serve.http.server import serve as run_server
+        from bifolio.serve.views.logs import LEVELS, configure_logging
     except ImportError as error:
         raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
     if server.log_level not in LEVELS:
@@ -292,7 +292,7 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
     from dataclasses import replace
 
     from bifolio.cli.cluster import Replicas, plain_options, ray_module
-    from bifolio.serve.listening import reserve
+    from bifolio.serve.http.listening import reserve
 
     settings = server.settings()
     for each in reserve(settings.host, settings.port):  # told before the engines start

@@ -10,10 +10,10 @@ from bifolio.cluster.prefix_router import PrefixRouter
 from bifolio.cluster.replica_engine import ReplicaEngine
 from bifolio.cluster.routing_table import router_of
 from bifolio.model.loader import open_text_model
-from bifolio.serve.app import make_app
-from bifolio.serve.auth import KeyRing
-from bifolio.serve.context import Limits, ServerContext, public_name
-from bifolio.serve.vllm_metrics import with_vllm_names
+from bifolio.serve.http.app import make_app
+from bifolio.serve.http.auth import KeyRing
+from bifolio.serve.http.context import Limits, ServerContext, public_name
+from bifolio.serve.views.vllm_metrics import with_vllm_names
 
 if TYPE_CHECKING:
     from bifolio.cluster.application import ClusterSettings

@@ -16,7 +16,7 @@ from typing import Any
 
 from bifolio.cluster.prefix_router import PrefixRouter
 from bifolio.errors import MissingDependencyError
-from bifolio.serve.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, batch_decoder
+from bifolio.serve.process.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, batch_decoder
 
 logger = logging.getLogger(__name__)
 POLL_MILLISECONDS = 100

@@ -21,9 +21,9 @@ from bifolio.cluster.asgi_call import Answer
 from bifolio.cluster.replica import Readiness
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
-from bifolio.serve.app import make_app
-from bifolio.serve.context import ServerContext
-from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.http.app import make_app
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.process.supervisor import EngineProcess
 
 CHAT = ("/v1/chat/completions", "ChatCompletionResponse")  # path, and the model of its answer
 COMPLETIONS = ("/v1/completions", "CompletionResponse")

@@ -8,7 +8,7 @@ All in tokens of prefill, which the time to the first token mostly is. A token t
 that waits: it is also computed again later, and evicts others (docs/cluster.md has the measurements).
 
 The router knows the cached blocks from KV events: per replica a bounded set of recent hashes
-(`serve.kv_events.short_hash`), to which the blocks of a prompt are added when it is routed, so that the next turn of a
+(`kv_events.short_hash`), to which the blocks of a prompt are added when it is routed, so that the next turn of a
 conversation finds them before their events arrive. A prompt that no replica has cached goes to the least loaded one.
 Thread-safe; used by the Ray router and by the simulation alike.
 """

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from bifolio.api import messages as m
+from bifolio.config.transfer import Address, BlockSource, TransferSettings
 from bifolio.errors import EngineDeadError, EngineFaultError, FaultKind
-from bifolio.serve.supervisor import EngineProcess
-from bifolio.transfer_settings import Address, BlockSource, TransferSettings
+from bifolio.serve.process.supervisor import EngineProcess
 
 logger = logging.getLogger(__name__)
 UNHEALTHY_SECONDS = 60.0  # without a ready engine: Ray replaces the replica

@@ -22,8 +22,8 @@ from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.cluster.replica_reports import ReplicaReports, answer_of
 from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.long_rope import chosen_rope, salt_of_rope
-from bifolio.serve.conversations import Conversation, ConversationStore
-from bifolio.serve.engine_connection import lost
+from bifolio.serve.process.conversations import Conversation, ConversationStore
+from bifolio.serve.process.engine_connection import lost
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()

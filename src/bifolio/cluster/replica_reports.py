@@ -12,7 +12,7 @@ import msgspec
 from bifolio.api import messages as m
 from bifolio.cluster.prefix_router import PrefixRouter
 from bifolio.errors import EngineFaultError
-from bifolio.serve.engine_connection import COUNTERS, lost
+from bifolio.serve.process.engine_connection import COUNTERS, lost
 
 REPORT_SECONDS = 1.0  # between two reports of the replicas' counters
 REPORT_TIMEOUT = 5.0

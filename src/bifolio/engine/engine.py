@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
@@ -46,7 +46,7 @@ from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import BatchSlot, StepPlan
-from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, StepResult
+from bifolio.sequence import FinishReason, Request, RequestOptions, RequestPhase, Sequence, StepResult
 
 
 class InferenceEngine:
@@ -221,36 +221,16 @@ class InferenceEngine:
         self,
         request_id: str,
         prompt_token_ids: Sequences[int],
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        turn: float = 0.0,
-        salt: bytes = b"",
-        owner: str = "",
+        params: SamplingParams | BeamSearchParams,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Queue a request; one that cannot be served is rejected here, before any state changes."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt, turn, owner)
-        self.factory.add_completions(request)
-        return self._enqueue(request)
+        """Queue a request; one that cannot be served is rejected here, before any state changes.
 
-    def add_beam_search(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequences[int],
-        params: BeamSearchParams,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        turn: float = 0.0,
-        salt: bytes = b"",
-        owner: str = "",
-    ) -> Request:
-        """Queue a beam search; it runs in the same batches as all other requests."""
-        sampling = params.sampling
-        request = self.factory.new_request(request_id, prompt_token_ids, sampling, prompt, priority, salt, turn, owner)
-        self.factory.add_beams(request, params)
-        return self._enqueue(request)
+        A beam search runs in the same batches as all other requests.
+        """
+        return self._enqueue(self.factory.new_request(request_id, prompt_token_ids, params, **options))
+
+    add_beam_search = add_request
 
     def keep(self, request_id: str) -> bool:
         """Keep the conversation's blocks after its end, so that `fork` can continue it without recomputation.
@@ -263,19 +243,22 @@ class InferenceEngine:
         return request is not None
 
     def fork(
-        self, request_id: str, new_request_id: str, token_ids: Sequences[int], params: SamplingParams, **options: Any
+        self,
+        request_id: str,
+        new_request_id: str,
+        token_ids: Sequences[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Continue a kept conversation with `token_ids` and generate from there.
+        """Continue a kept conversation, with its salt, by `token_ids` and generate from there.
 
         Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a new request instead.
         """
         parent = self.batcher.kept(request_id)
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
-        salt = parent.request.salt
-        prompt = [*parent.token_ids, *token_ids]
-        request = self.factory.new_request(new_request_id, prompt, params, salt=salt, **options)
-        self.factory.add_completions(request)
+        options["salt"] = parent.request.salt
+        request = self.factory.new_request(new_request_id, [*parent.token_ids, *token_ids], params, **options)
         if params.prompt_logprobs is not None or request.rope != parent.request.rope:  # the prompt is computed whole
             return self._enqueue(request)
         first = request.sequences[0]

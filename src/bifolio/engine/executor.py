@@ -11,7 +11,7 @@ them. Blocks are reserved before a pass runs; a pass that fails releases its res
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -86,6 +86,7 @@ class ModelRunner:
     kernels: KernelSet
     storage: KVStorage
     peers: Peers | None = None  # the ranks that hold the other parts
+    programs: dict[Pass, StepProgram | None] = field(default_factory=dict)  # recorded on first use; None: none are
 
     @classmethod
     def new(
@@ -115,10 +116,21 @@ class ModelRunner:
         """The normed hidden states of all tokens: [t, d]; K and V are cached."""
 
         def work() -> Array:
-            x = transformer.hidden_states(self.weights, batch, self.kernels, self.storage)
-            return self.kernels.norm(x, self.weights.final_norm)
+            program, storage = self.program(Pass.STATES), self.storage
+            return self._states(self.kernels, batch, storage) if program is None else program.run(batch, storage)
 
         return work() if self.peers is None else self.peers.run(Pass.STATES, batch, work)
+
+    def _states(self, kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
+        return kernels.norm(transformer.hidden_states(self.weights, batch, kernels, storage), self.weights.final_norm)
+
+    def program(self, kind: Pass) -> StepProgram | None:
+        """The recorded pass, recorded on first use; None where the kernel set records no programs."""
+        if kind not in self.programs:
+            network = replace(self.network, forward=self._states) if kind is Pass.STATES else self.network
+            phase = AttentionPhase.DECODE if kind is Pass.DECODE else AttentionPhase.PREFILL
+            self.programs[kind] = self.kernels.record(network, phase)
+        return self.programs[kind]
 
     def with_taps(self, batch: Batch) -> Batch:
         """The batch with room for the hidden states that the weights give out."""
@@ -196,26 +208,17 @@ class _Executor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._program: StepProgram | None = None
-        self._is_recorded = False
-
-    @property
-    def program(self) -> StepProgram | None:
-        """The recorded pass of this phase, recorded on first use; None where the kernel set records no programs."""
-        if not self._is_recorded:
-            self._program = self.runner.kernels.record(self.runner.network, self.phase)
-            self._is_recorded = True
-        return self._program
+        self.kind = Pass[self.phase.name]
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`; K and V of all tokens are written to the cache."""
         peers = self.runner.peers
         if peers is None:
             return self._run(batch)
-        return peers.run(Pass[self.phase.name], batch, lambda: self._run(batch))
+        return peers.run(self.kind, batch, lambda: self._run(batch))
 
     def _run(self, batch: Batch) -> Array:
-        program = self.program
+        program = self.runner.program(self.kind)
         return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
 
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:

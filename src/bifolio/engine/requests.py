@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from itertools import count
+from typing import Unpack
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
@@ -23,7 +24,7 @@ from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import LogprobRecords, Request, Sequence
+from bifolio.sequence import LogprobRecords, Request, RequestOptions, Sequence
 from bifolio.text.reader import TextReader
 from bifolio.text.stopping import StopChecker, TokenStops
 
@@ -48,38 +49,32 @@ class RequestFactory:
         self,
         request_id: str,
         prompt_token_ids: Sequences[int],
-        params: SamplingParams,
-        prompt: str | None = None,
-        priority: int = 0,
-        salt: bytes = b"",
-        turn: float = 0.0,
-        owner: str = "",
+        own: SamplingParams | BeamSearchParams,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """A valid request, without sequences yet; raises a `RequestError` that says why it cannot be served."""
+        """A valid request with its sequences; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
+        params = own.sampling if isinstance(own, BeamSearchParams) else own
         self._check(request_id, prompt_ids, params)
         room, count = self._config.max_model_len - len(prompt_ids), len(prompt_ids)
         most = longest_output(self._model.config, count, params.max_tokens)
-        return Request(
+        request = Request(
             request_id=request_id,
             number=next(self._numbers),
             prompt_token_ids=prompt_ids,
             params=self._resolved(params),
             seed=params.seed if params.seed is not None else secrets.randbits(63),
-            prompt=prompt,
-            priority=priority,
-            turn=turn,
-            owner=owner,
-            salt=salt,
             rope=rope_of_request(self._model.config, count, params.max_tokens),
             max_tokens=room if most is None else min(room, most),
+            **options,
         )
+        if isinstance(own, BeamSearchParams):
+            self._add_beams(request, own)
+        else:
+            self._add_sequences(request, own.num_sequences)
+        return request
 
-    def add_completions(self, request: Request) -> None:
-        """Add one sequence per completion; the later ones fork from the first."""
-        self._add_sequences(request, request.params.num_sequences)
-
-    def add_beams(self, request: Request, params: BeamSearchParams) -> None:
+    def _add_beams(self, request: Request, params: BeamSearchParams) -> None:
         """Add a beam search and its sequences, which have no parent: the search decides on forks."""
         self._check_beams(request, params)
         self._add_sequences(request, params.beam_width)
@@ -90,6 +85,7 @@ class RequestFactory:
             sequence.group, sequence.parent = request.search, None
 
     def _add_sequences(self, request: Request, num_sequences: int) -> None:
+        """Add one sequence per completion; the later ones fork from the first."""
         for index in range(num_sequences):
             request.sequences.append(self._new_sequence(request, index))
 

@@ -68,8 +68,9 @@ class HostArrays:
     def all_reduce(self, x: Array) -> Array:
         return x if self.ranks is None else self.ranks.all_reduce(x)
 
-    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
-        return np.concatenate([x[:, start:stop] for x, start, stop in parts], axis=1)
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]], factors: Array | None = None) -> Array:
+        joined = np.concatenate([x[:, start:stop] for x, start, stop in parts], axis=1)
+        return joined if factors is None else joined * factors
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows]

@@ -10,7 +10,7 @@ operations, so every kernel set runs the same network. A set without one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -48,12 +48,21 @@ from bifolio.kernels.operands import (
     Shards,
     SharedMlp,
 )
+from bifolio.kernels.operations import (
+    LEAST_MEAN_SQUARE,
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
+    Operations,
+    Rotation,
+)
 from bifolio.kernels.storage import CacheLayout, KVStorage
-from bifolio.kernels.stream_interface import StreamOperations
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 __all__ = [
+    "LEAST_MEAN_SQUARE",
+    "SWIGLU_LIMIT",
+    "SWIGLU_SLOPE",
     "Array",
     "AttentionPhase",
     "AttentionSegment",
@@ -71,6 +80,7 @@ __all__ = [
     "Linear",
     "Network",
     "Norm",
+    "Operations",
     "PagedAttentionKernel",
     "PendingDrafts",
     "PendingTokens",
@@ -87,24 +97,28 @@ __all__ = [
     "StateUse",
     "StepProgram",
     "Storage",
+    "TimedOperation",
     "TokenScores",
 ]
 
-SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation `swiglu_clamped`, which is no function of the gate alone
 
+class TimedOperation(NamedTuple):
+    """One operation of a program that was profiled."""
 
-class Rotation(NamedTuple):
-    """Cosine and sine for the tokens of a batch, computed once per pass."""
-
-    cos: Array  # f32[t, rotary_dim / 2]
-    sin: Array
+    name: str
+    weights: Any  # prepared, of a product; None: of other operations
+    seconds: float
 
 
 class StepProgram(Protocol):
     """A pass recorded once and replayed in one call for any batch of its phase."""
 
     def run(self, batch: Batch, storage: Storage) -> Array:
-        """Logits f32[r, vocab] of the batch's `logit_rows`."""
+        """Logits f32[r, vocab] of the batch's `logit_rows`, or the result of another network."""
+        ...
+
+    def profile(self, batch: Batch, storage: Storage) -> tuple[Array, list[TimedOperation]]:
+        """The same result, and the time of each operation."""
         ...
 
 
@@ -175,7 +189,7 @@ class DraftNetwork:
     token_ids: np.ndarray | None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
 
 
-class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
+class KernelSet(Operations, Protocol):
     """One implementation of every operation that the engine and the network use."""
 
     name: str
@@ -250,113 +264,4 @@ class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any: ...
 
-    # -- the network --------------------------------------------------------------------------------------------------
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        """Rows of a table: [t, d]."""
-        ...
-
-    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
-        """Cosine and sine of each token's angles, times `scale`, from f32[half], or f32[2, half] for two sets.
-
-        A position from `LONG_ROPE` on is that of a token which the second set rotates, `LONG_ROPE` positions earlier.
-        """
-        ...
-
-    def norm(self, x: Array, norm: Norm) -> Array: ...
-
-    def add(self, x: Array, y: Array) -> Array: ...
-
-    def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
-        """(x + delta, norm of that): the residual stream and the next layer's input."""
-        ...
-
-    def linear(self, x: Array, linear: Linear) -> Array: ...
-
-    def rope_and_write(
-        self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
-    ) -> Heads:
-        """Split into heads, norm and rotate queries and keys, norm values, write keys and values to the cache.
-
-        With `shape.queries_only` the rows hold queries alone: keys and values of the result are None.
-        """
-        ...
-
-    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
-        """The product of each head with its own matrix: [t, heads * out].
-
-        x: [t, heads * columns]; a matrix reads the columns of its head from `start` on, as many as it has inputs.
-        """
-        ...
-
-    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
-        """The input of `rope_and_write` for attention over cached latents, with one head of keys and values.
-
-        query     [t, heads * (nope + rope)]
-        absorbed  [t, heads * latent]          nope of each head, multiplied with its key projection
-        latent    [t, latent + rope]           not normed yet
-        result    [t, (heads + 2) * (rope + latent)]   queries, the key, and the value, which is the key
-        """
-        ...
-
-    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
-        """The columns [start, stop) of each (x, start, stop), side by side."""
-        ...
-
-    def act_mul(self, x: Array, activation: str) -> Array:
-        """act(gate) * up for [t, 2 * ffn], gate and up concatenated: [t, ffn].
-
-        `swiglu_clamped`: gate and up are clamped to `SWIGLU_LIMIT`; gate * sigmoid(`SWIGLU_SLOPE` * gate) * (up + 1).
-        """
-        ...
-
-    def act(self, x: Array, activation: str) -> Array:
-        """`silu`, `gelu_tanh`, `gelu`, `tanh`, or `relu2`, the square of max(x, 0)."""
-        ...
-
-    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
-        """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
-        ...
-
-    def all_reduce(self, x: Array) -> Array:
-        """The sum over all ranks; `x` as it is where there is one rank."""
-        ...
-
-    def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for logits f32[t, n], one for each of n equal parts of a row (n divides its width)."""
-        ...
-
-    def route(self, logits: Array, router: Router) -> Routing:
-        """The experts of each token, from logits f32[t, experts]."""
-        ...
-
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
-        """The sum of the outputs of each token's experts, by weight, in the order of the choice: [t, d].
-
-        One operation, so that a set groups the tokens by expert in its own order, reads each expert's weights once and
-        keeps the rows between the two products to itself.
-        """
-        ...
-
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence: ...
-
-    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        """The recurrence over the tokens of each sequence, in order: [t, out_features] from [t, in_features].
-
-        Without a storage every segment's sequences start from the empty state and write none. If the set is
-        deterministic, a sequence's results do not depend on the number of tokens in a pass, nor on other sequences.
-        """
-        ...
-
-    def take(self, x: Array, rows: Array) -> Array: ...
-
-    def given(self, batch: Batch, width: int) -> Array:
-        """The rows `batch.given`: [t, width]."""
-        ...
-
-    def tap(self, x: Array, column: int, batch: Batch) -> None:
-        """Copy [t, d] to the columns from `column` on of `batch.taps`, if the batch has any."""
-        ...
-
-    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
-        """f32[r, vocab]."""
-        ...

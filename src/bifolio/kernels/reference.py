@@ -16,6 +16,7 @@ from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
+    LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     Array,
@@ -37,13 +38,12 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.recurrence import recur
-from bifolio.kernels.stream_reference import StreamReference
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class ReferenceKernels(HostArrays, StreamReference):
+class ReferenceKernels(HostArrays):
     """Every operation in at most 30 lines."""
 
     name = "reference"
@@ -74,7 +74,8 @@ class ReferenceKernels(HostArrays, StreamReference):
         return recurrence
 
     # -- the network --------------------------------------------------------------------------------------
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+    def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
+        ids = ids * (ids < table.shape[0]) if is_partial else ids
         rows = table.dequantize_rows(ids) if isinstance(table, QuantizedTensor) else table[ids]
         return rows if scale == 1.0 else rows * scale
 
@@ -86,14 +87,14 @@ class ReferenceKernels(HostArrays, StreamReference):
 
     def norm(self, x: Array, norm: Norm) -> Array:
         xp = array_namespace(x)
-        y = _as_float32(xp, x)
+        y = xp.reshape(_as_float32(xp, x), (-1, norm.weight.shape[0]))
         if norm.centered:
             y = y - xp.mean(y, axis=-1, keepdims=True)
         y = y / xp.sqrt(xp.mean(y * y, axis=-1, keepdims=True) + norm.eps) * norm.weight
-        return xp.astype(y if norm.bias is None else y + norm.bias, x.dtype)
+        return xp.astype(xp.reshape(y if norm.bias is None else y + norm.bias, x.shape), x.dtype)
 
-    def add(self, x: Array, y: Array) -> Array:
-        return x + y
+    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
+        return x + y if scale == 1.0 else (x + y) * scale
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
         x = self.add(x, delta)
@@ -181,9 +182,14 @@ class ReferenceKernels(HostArrays, StreamReference):
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
         return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
 
-    def act_mul(self, x: Array, activation: str) -> Array:
+    def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         half = x.shape[-1] // 2
         gate, up = x[:, :half], x[:, half:]
+        if cutoff is not None:
+            xp = array_namespace(x)
+            mean = xp.mean(gate, axis=-1, keepdims=True)
+            spread = xp.sqrt(xp.mean((gate - mean) ** 2, axis=-1, keepdims=True))
+            gate = xp.clip(gate - (mean + spread * cutoff), 0.0, None)
         if activation == "swiglu_clamped":
             xp = array_namespace(x)
             gate, up = xp.clip(gate, None, SWIGLU_LIMIT), xp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -241,6 +247,23 @@ class ReferenceKernels(HostArrays, StreamReference):
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(x, recurrence, batch, storage)
+
+    def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
+        xp, count, size = array_namespace(x), coefficients.shape[-1] // streams, x.shape[-1] // streams
+        factors = xp.reshape(coefficients, (len(x), count, streams))
+        return xp.reshape(factors @ xp.reshape(x, (len(x), streams, size)), (len(x), count * size))
+
+    def add_to_streams(self, x: Array, y: Array, coefficients: Array | tuple[float, ...]) -> Array:
+        xp, size = array_namespace(x), y.shape[-1]
+        streams = xp.reshape(x, (len(x), x.shape[-1] // size, size))
+        return xp.reshape(streams + xp.asarray(coefficients, dtype=x.dtype)[..., None] * y[:, None, :], x.shape)
+
+    def match_streams(self, x: Array, y: Array) -> Array:
+        xp, size = array_namespace(x), x.shape[-1]
+        streams = xp.reshape(y, (len(x), y.shape[-1] // size, size))
+        target = xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True))[:, None, :]
+        found = xp.mean(streams * streams, axis=-1, keepdims=True)
+        return xp.reshape(streams * (target / xp.sqrt(xp.clip(found, LEAST_MEAN_SQUARE, None))), y.shape)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)

@@ -98,8 +98,9 @@ class TorchArrays:
 
         return wait
 
-    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
-        return torch.cat([x[:, start:stop] for x, start, stop in parts], dim=1)
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]], factors: Array | None = None) -> Array:
+        joined = torch.cat([x[:, start:stop] for x, start, stop in parts], dim=1)
+        return joined if factors is None else (joined * factors).to(joined.dtype)
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from bifolio.errors import PhaseError
 from bifolio.kernels.interface import (
+    LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     Array,
@@ -37,14 +38,14 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.kernels.torch_attention import are_equally_long, attend_cached, attend_equal, rotate, scale_by_position
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur
-from bifolio.kernels.torch_streams import TorchStreams
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class TorchKernels(TorchArrays, TorchStreams):
+class TorchKernels(TorchArrays):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
@@ -88,8 +89,8 @@ class TorchKernels(TorchArrays, TorchStreams):
         return prepare_vectors(recurrence, self.vector)
 
     # -- the network --------------------------------------------------------------------------------------
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        rows = F.embedding(ids, table)
+    def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
+        rows = F.embedding(torch.where(ids < table.shape[0], ids, 0) if is_partial else ids, table)
         return rows if scale == 1.0 else rows * scale
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
@@ -97,17 +98,18 @@ class TorchKernels(TorchArrays, TorchStreams):
         return Rotation(angles.cos() * scale, angles.sin() * scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:
-        y, size = x.float(), (x.shape[-1],)
+        size = (norm.weight.shape[0],)
+        y = x.float().reshape(-1, *size)
         weight = torch.as_tensor(norm.weight, device=x.device).float()  # ones of norms without weights are on the host
         if norm.centered:
             y = F.layer_norm(y, size, weight, None if norm.bias is None else norm.bias.float(), norm.eps)
         else:
             y = F.rms_norm(y, size, weight, norm.eps)
             y = y if norm.bias is None else y + norm.bias
-        return y.to(x.dtype)
+        return y.reshape(x.shape).to(x.dtype)
 
-    def add(self, x: Array, y: Array) -> Array:
-        return x + y
+    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
+        return x + y if scale == 1.0 else (x + y) * scale
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
         x = x + delta
@@ -165,8 +167,11 @@ class TorchKernels(TorchArrays, TorchStreams):
         outputs = [self._attend_segment(heads, shape, segment, storage) for segment in segments]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def act_mul(self, x: Array, activation: str) -> Array:
+    def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         gate, up = x.chunk(2, dim=-1)
+        if cutoff is not None:
+            spread, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
+            return (self.act(F.relu(gate - (mean + spread * cutoff)), activation) * up).to(x.dtype)
         if activation == "swiglu_clamped":
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * torch.sigmoid(SWIGLU_SLOPE * gate) * (up + 1)
@@ -218,6 +223,22 @@ class TorchKernels(TorchArrays, TorchStreams):
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(x, recurrence, batch, storage)
 
+    def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
+        factors = coefficients.unflatten(-1, (-1, streams)).to(x.dtype)
+        return torch.bmm(factors, x.unflatten(-1, (streams, -1))).flatten(1)
+
+    def add_to_streams(self, x: Array, y: Array, coefficients: Array | tuple[float, ...]) -> Array:
+        streams, y = x.unflatten(-1, (-1, y.shape[-1])), y.to(x.dtype)
+        if isinstance(coefficients, tuple):  # numbers of the host, which a captured step may not copy to its device
+            return torch.cat([streams[:, i] + factor * y for i, factor in enumerate(coefficients)], dim=-1)
+        return (streams + coefficients.to(x.dtype).unsqueeze(-1) * y.unsqueeze(1)).flatten(1)
+
+    def match_streams(self, x: Array, y: Array) -> Array:
+        streams: torch.Tensor = torch.unflatten(y.float(), -1, (-1, x.shape[-1]))
+        target = x.float().square().mean(dim=-1, keepdim=True).sqrt().unsqueeze(1)
+        found = streams.square().mean(dim=-1, keepdim=True).clamp(min=LEAST_MEAN_SQUARE)
+        return (streams * target * found.rsqrt()).flatten(1).to(x.dtype)
+
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head).float()
         return torch.tanh(y / softcap) * softcap if softcap else y
@@ -237,11 +258,11 @@ class TorchKernels(TorchArrays, TorchStreams):
     ) -> torch.Tensor:
         """Many queries of each sequence: over their own fresh keys and values, or over the cache behind a prefix."""
         if storage is not None and segment.block_tables is not None and not segment.fresh:
-            return _attend_cached(own.query, shape, segment, storage)
-        if _are_equally_long(segment):
-            return _attend_equal(own, shape, segment.num_sequences)
+            return attend_cached(own.query, shape, segment, storage)
+        if are_equally_long(segment):
+            return attend_equal(own, shape, segment.num_sequences)
         starts = segment.query_starts.tolist()
-        return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+        return torch.cat([attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
@@ -249,142 +270,7 @@ class TorchKernels(TorchArrays, TorchStreams):
         """The newest token of each sequence, and its drafts, over the cache."""
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
-        return _attend_cached(own.query, shape, segment, storage)
-
-
-def _are_equally_long(segment: AttentionSegment) -> bool:
-    return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
-
-
-def scale_by_position(
-    query: torch.Tensor,
-    shape: AttentionShape,
-    segment: AttentionSegment,
-    positions: torch.Tensor | None = None,  # i32[t]  None: from the segment
-) -> torch.Tensor:
-    """Queries [t, heads, dim] of a segment, multiplied by the temperature at their positions."""
-    if not shape.temperature:
-        return query
-    if positions is None:
-        positions = _query_positions(segment, query.shape[0], query.device)
-    factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
-    return (query * factors[:, None, None]).to(query.dtype)
-
-
-def _query_positions(segment: AttentionSegment, num_queries: int, device: torch.device) -> torch.Tensor:
-    lengths = torch.as_tensor(segment.context_lens, device=device)
-    if segment.max_query_len == 1 and segment.num_sequences == num_queries:
-        return (lengths - 1).clamp(min=0)
-    starts = torch.as_tensor(segment.query_starts, device=device)
-    counts = starts.diff()
-    before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
-    return torch.arange(num_queries, device=device) + before
-
-
-def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
-    """Rotate each pair of dimensions by its angle, in float32; dimensions past the rotated ones are unchanged."""
-    cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
-    half = rotation.cos.shape[-1]
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    first, second = torch.unflatten(turned, -1, (half, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
-    first, second = first * cos - second * sin, second * cos + first * sin
-    result = torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
-    result = result.to(x.dtype)
-    return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
-
-
-def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
-    """Causal attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
-    query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
-    length = query.shape[2]
-    mask = None
-    if shape.window is not None and shape.window < length:
-        distance = torch.arange(length, device=query.device)
-        distance = distance[:, None] - distance[None, :]
-        mask = (distance >= 0) & (distance < shape.window)
-    return _attend_masked(query, key, value, mask, shape)
-
-
-def _attend_masked(
-    query: torch.Tensor,  # [s, heads, n, dim]
-    key: torch.Tensor,  # [s, kv_heads, L, dim]
-    value: torch.Tensor,
-    mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
-    shape: AttentionShape,
-) -> torch.Tensor:
-    """[s * n, heads * dim]"""
-    if not shape.softcap and shape.sinks is None:
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=shape.scale,
-            enable_gqa=shape.num_heads != shape.num_kv_heads,
-        )
-        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-    if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    group = shape.num_heads // shape.num_kv_heads
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
-    if shape.softcap:
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if shape.sinks is not None:  # a column without a value
-        columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, columns], dim=-1)
-    mixed = scores.softmax(dim=-1)[..., : key.shape[2]].to(query.dtype) @ value
-    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _attend_cached(
-    query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment, storage: Storage
-) -> torch.Tensor:
-    """Queries over the cached context of their sequences; equally many of each in one call."""
-    tables: Array = segment.block_tables
-    lens = segment.context_lens
-    if _are_equally_long(segment):
-        return _attend_paged(query, shape, storage, tables, lens, segment)
-    bounds = pairwise(segment.query_starts.tolist())
-    return torch.cat(
-        [
-            _attend_paged(query[a:b], shape, storage, tables[i : i + 1], lens[i : i + 1], segment)
-            for i, (a, b) in enumerate(bounds)
-        ]
-    )
-
-
-def _attend_paged(
-    query: torch.Tensor,  # [s * n, num_heads, head_dim], n queries for each of s sequences
-    shape: AttentionShape,
-    storage: Storage,
-    block_tables: torch.Tensor,  # i32[s, max_blocks]
-    context_lens: torch.Tensor,  # i32[s]
-    segment: AttentionSegment,
-) -> torch.Tensor:
-    """Attention of queries at the end of each context over its cached tokens: [s * n, num_heads * head_dim].
-
-    Entries past a context are uninitialised (NaN when poisoned), and 0 * NaN is NaN: they are zeroed, not only masked.
-    """
-    num_blocks = min(block_tables.shape[1], -(-segment.max_context_len // storage.block_size))
-    tables = torch.as_tensor(block_tables, device=query.device)[:, :num_blocks].long()
-    queries = torch.unflatten(query, 0, (block_tables.shape[0], -1))  # [s, n, heads, dim]
-    lens = torch.as_tensor(context_lens, device=query.device)  # the engine keeps lengths on the host
-    slots = torch.arange(num_blocks * storage.block_size, device=query.device)
-    used = (slots[None, :] < lens[:, None])[:, None, :, None]  # [s, 1, L, 1]
-
-    def context(array: torch.Tensor) -> torch.Tensor:
-        gathered = array[tables].transpose(1, 2).flatten(2, 3).to(query.dtype)  # [s, kv_heads, L, dim]
-        return gathered.masked_fill(~used, 0.0)
-
-    num_queries = queries.shape[1]
-    positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
-    distance = positions[:, :, None] - slots[None, None, :]
-    visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
-    keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
-    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)
+        return attend_cached(own.query, shape, segment, storage)
 
 
 def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.api.llm import LLM
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import (
-    Array,
-    AttentionPhase,
-    Batch,
-    KernelSet,
-    Linear,
-    Network,
-    RoutedExperts,
-    SharedMlp,
-    SlotSizes,
-    StepProgram,
-    Storage,
-)
-from bifolio.measure.part_clock import PartClock
-from bifolio.measure.timed_kernels import TimedKernels
+from bifolio.kernels.interface import Array, KernelSet, Linear
+from bifolio.measure.operation_hook import hooked
 from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights
@@ -47,12 +33,11 @@ class ColumnSums:
             self.counts[name] += len(x)
 
 
-class WatchedKernels(TimedKernels):
-    """The kernel set inside, which also adds up the inputs of every product of a layer; its clock stands still."""
+class LinearInputs:
+    """Adds up the inputs of every product of a layer."""
 
-    def __init__(self, inner: KernelSet, columns: ColumnSums) -> None:
-        super().__init__(inner, PartClock())
-        self.column_sums = columns
+    def __init__(self) -> None:
+        self.columns = ColumnSums()
         self._names: dict[int, tuple[str, ...]] = {}  # id of a Linear -> its matrices; absent: the head
 
     def attach(self, weights: ModelWeights) -> None:
@@ -69,32 +54,11 @@ class WatchedKernels(TimedKernels):
             for linear, parts in groups:
                 self._names[id(linear)] = tuple(f"{prefix}{part}.weight" for part in parts)
 
-    def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
-        """The verbs one by one."""
-        return _Verbs(self, network)
-
-    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> None:
-        """None: a step that runs on the device as a whole cannot be watched."""
-        return
-
-    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> None:
-        """None: the products of the shared MLP are watched."""
-        return
-
-    def linear(self, x: Array, linear: Linear) -> Array:
-        names = self._names.get(id(linear))
-        if names is not None:
-            self.column_sums.add(names, self.inner.to_host(x))
-        return self.inner.linear(x, linear)
-
-
-@dataclass(frozen=True, slots=True)
-class _Verbs:
-    kernels: WatchedKernels
-    network: Network
-
-    def run(self, batch: Batch, storage: Storage) -> Array:
-        return self.network.forward(cast(KernelSet, self.kernels), batch, storage)
+    def hook(self, name: str, work: Callable[[Array, Linear], Array], x: Array, linear: Linear) -> Array:
+        found = self._names.get(id(linear))
+        if found is not None:
+            self.columns.add(found, np.asarray(x))
+        return work(x, linear)
 
 
 def column_sums(
@@ -107,13 +71,11 @@ def column_sums(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[ColumnSums, int]:
     """Run the model over whole windows of the text that do not overlap; also how many there were."""
-    columns = ColumnSums()
-    watched = WatchedKernels(kernels, columns)
+    inputs = LinearInputs()
+    watched = hooked(kernels, inputs.hook, ["linear"], one_by_one=True)
     window = min(window, model.config.max_position)
-    llm = LLM(
-        model, kernels=cast(KernelSet, watched), max_model_len=window, max_num_seqs=1, enable_prefix_caching=False
-    )
-    watched.attach(llm.engine.runner.weights)
+    llm = LLM(model, kernels=watched, max_model_len=window, max_num_seqs=1, enable_prefix_caching=False)
+    inputs.attach(llm.engine.runner.weights)
     tokens = model.require_tokenizer().encode(text)
     windows = [tokens[begin : begin + window] for begin in range(0, len(tokens) - window + 1, window)][:max_windows]
     if not windows:
@@ -123,4 +85,4 @@ def column_sums(
         if progress is not None:
             progress(number, len(windows))
         llm.generate([ids], params, use_tqdm=False)
-    return columns, len(windows)
+    return inputs.columns, len(windows)

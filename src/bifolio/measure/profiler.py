@@ -1,30 +1,39 @@
 """Profile of prefill and decode: time by part, compared with the machine's limits.
 
-The engine first runs without timers, which gives the speed. Then it runs the same work with timers around every
-operation of the network and every part of a step (`timed_kernels`), which gives the shares. Kernel sets that run a
-whole step in one call are split into single operations for this, so the sum may be longer than the step; both are
-reported.
+The engine first runs without timers, which gives the speed. Then it runs the same work with timers around every part
+of a step, which gives the shares. Operations of the network are timed by the program of the kernel set, if it records
+one (`StepProgram.profile`), else around each call: by the host's clock, on a GPU by CUDA events.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.executor import ModelRunner
 from bifolio.engine.memory import default_threads
-from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.interface import Array, Batch, KernelSet, StepProgram
 from bifolio.measure.machine import READ_BYTES, MachineLimits, measure_limits
-from bifolio.measure.part_clock import PartClock, PartTotals
+from bifolio.measure.operation_hook import hooked
 from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
-from bifolio.measure.timed_kernels import TimedKernels
+from bifolio.measure.work import PartTotals, PassWork, Totals, products_of
 from bifolio.model.loaded import LoadedModel
 
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
-NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: Python between operations, absent in a recorded program
+NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: a pass outside its operations
+OPERATION_PARTS = {
+    "embedding": ("embed", "given", "tap"),
+    "projections": ("head_linear", "all_gather", "all_reduce"),
+    "attention": ("rotation", "rope_and_write", "attend", "recur", "join_latent"),
+    "MLP": ("act", "act_mul", "gate", "route", "mix_experts"),
+    "logits": ("take", "logits"),
+}  # products by their weights, all other operations: norms
+PART_OF = {name: part for part, names in OPERATION_PARTS.items() for name in names}
 BOOKKEEPING = ("planning", "staging", "recording", "other")
 PARTS = (*NETWORK_PARTS, "sampling", *BOOKKEEPING)
 RUNS = 3  # the best is used, since other programs can only make a run slower
@@ -33,8 +42,6 @@ HOOKS = {
     "batcher": {"evict_completed": "planning", "admit_pending": "planning", "active_slots": "planning"},
     "phases": {"plan": "planning"},
     "slots": {"update": "staging", "lay_out": "staging", "draw": "sampling"},
-    "prefill_executor": {"run": "network"},
-    "decode_executor": {"run": "network"},
     "postprocess": {"launched": "recording", "collect": "recording"},
 }
 
@@ -118,6 +125,92 @@ class Profile:
         return {**head, **{phase.name: _phase_dict(phase, self.limits) for phase in self.phases}}
 
 
+class StepClock:
+    """Times the parts of an engine's steps, by phase; stopped while `phase` is None."""
+
+    def __init__(self, kernels: KernelSet) -> None:
+        self.phase: str | None = None
+        self.totals: dict[str, Totals] = defaultdict(lambda: defaultdict(PartTotals))
+        self.kernels = hooked(kernels, self._operation)  # for the engine that is timed
+        self._events = CudaEvents(kernels.device) if kernels.device.startswith("cuda") else None
+        self._parts: dict[int, str] = {}  # id of a matrix, as it is or as it was prepared -> part; absent: the head
+
+    def attach(self, engine: InferenceEngine) -> None:
+        """Time the calls of this engine's step; other engines are unchanged."""
+        for linear, part in products_of(engine.runner.weights):
+            self._parts |= {id(each): part for each in (linear, linear.prepared) if each is not None}
+        for attribute, parts in HOOKS.items():
+            owner: Any = getattr(engine, attribute)
+            for name, part in parts.items():
+                setattr(owner, name, partial(self.timed, part, getattr(owner, name)))
+        work = PassWork(engine.runner.weights, engine.runner.kernels, engine.runner.storage)
+        for executor in (engine.prefill_executor, engine.decode_executor):
+            vars(executor)["run"] = partial(self._network, executor, executor.run, work)
+
+    def timed(self, part: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Run a call and add its time to the part; on a device, until its work is done."""
+        if self.phase is None:
+            return call(*arguments, **options)
+        begin = time.perf_counter()
+        result = call(*arguments, **options)
+        if self._events is not None:
+            for own, seconds in self._events.collect():
+                self.totals[self.phase][own].seconds += seconds
+        self.totals[self.phase][part].seconds += time.perf_counter() - begin
+        return result
+
+    def _network(self, executor: Any, run: Callable[[Batch], Array], work: PassWork, batch: Batch) -> Array:
+        """A pass: replayed with the program's own clock, or operation by operation."""
+        if self.phase is None:
+            return run(batch)
+        work.add_to(self.totals[self.phase], batch)
+        program = executor.runner.program(executor.kind)
+        return self.timed("network", run if program is None else partial(self._replay, program, executor.runner), batch)
+
+    def _replay(self, program: StepProgram, runner: ModelRunner, batch: Batch) -> Array:
+        result, operations = program.profile(batch, runner.storage)
+        for operation in operations:
+            part = self._part(operation.name, operation.weights)
+            self.totals[self.phase or ""][part].seconds += operation.seconds
+        return result
+
+    def _operation(self, name: str, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if self.phase is None:
+            return work(*arguments, **options)
+        part = self._part(name, arguments[1] if name == "linear" else None)
+        if self._events is not None:
+            return self._events.timed(part, work, *arguments, **options)
+        return self.timed(part, work, *arguments, **options)
+
+    def _part(self, name: str, weights: object) -> str:
+        return self._parts.get(id(weights), "logits") if name == "linear" else PART_OF.get(name, "norms")
+
+
+class CudaEvents:
+    """Times calls by events on the device's stream, which the host reads when their work is done."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = device
+        self._pairs: list[tuple[str, Any, Any]] = []
+
+    def timed(self, part: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = call(*arguments, **options)
+        end.record()
+        self._pairs.append((part, begin, end))
+        return result
+
+    def collect(self) -> list[tuple[str, float]]:
+        """(part, seconds) of the calls since the last time."""
+        self._cuda.synchronize(self._device)
+        pairs, self._pairs = self._pairs, []
+        return [(part, begin.elapsed_time(end) * 1e-3) for part, begin, end in pairs]
+
+
 def profile_model(
     model: LoadedModel,
     kernels: KernelSet,
@@ -131,12 +224,10 @@ def profile_model(
 ) -> Profile:
     """Process `batch` prompts of `num_prompt` tokens, then generate `num_generated` tokens after each."""
     threads = threads or default_threads()
-    clock = PartClock(wait=_device_wait(kernels))
-    timed = TimedKernels(kernels, clock)
+    clock = StepClock(kernels)
     prefill, decode = Test(num_prompt=num_prompt, batch=batch), Test(0, num_generated, num_prompt, batch)
-    engine = bench_llm(model, [prefill, decode], kernels=timed, **options).engine
-    timed.attach(engine.runner.weights)
-    hook_step(engine, clock)
+    engine = bench_llm(model, [prefill, decode], kernels=clock.kernels, **options).engine
+    clock.attach(engine)
     measure(engine, Test(num_prompt=min(num_prompt, 16)))  # warm up
     speeds = {test.name: max(measure(engine, test, seed) for seed in range(RUNS)) for test in (prefill, decode)}
     return Profile(
@@ -160,7 +251,7 @@ def _best(run: Callable[[], PhaseProfile]) -> PhaseProfile:
     return min((run() for _ in range(RUNS)), key=lambda phase: phase.seconds)
 
 
-def _time_prefill(engine: InferenceEngine, clock: PartClock, test: Test, speed: float) -> PhaseProfile:
+def _time_prefill(engine: InferenceEngine, clock: StepClock, test: Test, speed: float) -> PhaseProfile:
     """Time prefill with requests of one token, so that no step decodes."""
     requests = add_random(engine, test.batch, test.num_prompt, 1, seed=1)
 
@@ -170,7 +261,7 @@ def _time_prefill(engine: InferenceEngine, clock: PartClock, test: Test, speed: 
     return _timed_steps(engine, clock, "prefill", test.batch * test.num_prompt, speed, busy)
 
 
-def _time_decode(engine: InferenceEngine, clock: PartClock, test: Test, speed: float) -> PhaseProfile:
+def _time_decode(engine: InferenceEngine, clock: StepClock, test: Test, speed: float) -> PhaseProfile:
     requests = start_decoding(engine, test, seed=1)
     left = iter(range(test.num_generated))
     num_tokens = test.batch * test.num_generated
@@ -180,7 +271,7 @@ def _time_decode(engine: InferenceEngine, clock: PartClock, test: Test, speed: f
 
 
 def _timed_steps(
-    engine: InferenceEngine, clock: PartClock, name: str, num_tokens: int, speed: float, busy: Callable[[], bool]
+    engine: InferenceEngine, clock: StepClock, name: str, num_tokens: int, speed: float, busy: Callable[[], bool]
 ) -> PhaseProfile:
     seconds, num_steps = 0.0, 0
     while busy():
@@ -195,26 +286,6 @@ def _timed_steps(
     totals["dispatch"].seconds = max(network - sum(totals[part].seconds for part in VERB_PARTS), 0.0)
     totals["other"].seconds = max(seconds - sum(part.seconds for part in totals.values()), 0.0)
     return PhaseProfile(name, num_tokens, num_steps, seconds, speed, {part: totals[part] for part in PARTS})
-
-
-def _timed_method(clock: PartClock, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: clock.timed(part, partial(method, **options), *arguments)
-
-
-def hook_step(engine: InferenceEngine, clock: PartClock) -> None:
-    """Time the calls of this engine's step; other engines are unchanged."""
-    for attribute, parts in HOOKS.items():
-        owner: Any = getattr(engine, attribute)
-        for name, part in parts.items():
-            setattr(owner, name, _timed_method(clock, part, getattr(owner, name)))
-
-
-def _device_wait(kernels: KernelSet) -> Callable[[], None] | None:
-    if not kernels.device.startswith("cuda"):
-        return None
-    import torch
-
-    return lambda: torch.cuda.synchronize(kernels.device)
 
 
 def _phase_dict(phase: PhaseProfile, limits: MachineLimits) -> dict[str, Any]:

@@ -290,7 +290,7 @@ class Soak:
         while self.plan.kill_every and not self._stop.wait(self.plan.kill_every):
             if time.monotonic() - self._began > end:
                 return
-            engines = [pid for pid in self._server.processes() if b"bifolio.serve.worker" in command_line(pid)]
+            engines = [pid for pid in self._server.processes() if b"bifolio.serve.process.worker" in command_line(pid)]
             for pid in engines:
                 os.kill(pid, signal.SIGSTOP)
                 self._stop.wait(1.0)

@@ -11,7 +11,7 @@ def part_of(pid: int, front: int) -> str:
     """The role of a process of the server."""
     if pid == front:
         return "front end"
-    return "engine" if b"bifolio.serve.worker" in command_line(pid) else "helpers"
+    return "engine" if b"bifolio.serve.process.worker" in command_line(pid) else "helpers"
 
 
 def command_line(pid: int) -> bytes:

@@ -25,10 +25,8 @@ from bifolio.config import (
     RecurrentConfig,
     StreamConfig,
 )
-from bifolio.expert_config import EXPERT_LIMITS
-from bifolio.layer_config import USUAL
-from bifolio.recurrent_config import RECURRENT_LIMITS
-from bifolio.stream_config import MOST_COLUMNS, MOST_STREAMS
+from bifolio.config.layers import EXPERT_LIMITS, MOST_COLUMNS, MOST_STREAMS, USUAL
+from bifolio.config.recurrent import RECURRENT_LIMITS
 
 if TYPE_CHECKING:
     from bifolio.model.description import Reading, Writing

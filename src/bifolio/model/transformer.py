@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.model.layer_inputs import gated_inputs, layer_inputs
-from bifolio.model.streams import merged_streams, predicted_streams, spread_streams, stream_output
+from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 
 SharedHeads = dict[int, Heads]  # keys and values that later layers read, by layer of the cache
@@ -51,15 +51,11 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:
             delta = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x)
-            x = _added(x, delta, 1.0 if layer.inputs is not None else layer.scale, kernels)
+            x = kernels.add(x, delta, 1.0 if layer.inputs is not None else layer.scale)
         if layer.inputs is not None and inputs is not None:
-            x = _added(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale, kernels)
+            x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
         _tap(weights, number, x, batch, kernels)
     return x
-
-
-def _added(x: Array, delta: Array, scale: float, kernels: KernelSet) -> Array:
-    return kernels.add(x, delta) if scale == 1.0 else kernels.add_scaled(x, delta, scale)
 
 
 def stream_layer(
@@ -77,21 +73,22 @@ def stream_layer(
     config, own = weights.config, layer.streams
     if config.streams is None or own is None or layer.attention_norm is None or layer.mlp_norm is None:
         raise UnsupportedModelError("a network with parallel streams has norms and coefficients in every layer")
-    predicted, current = predicted_streams(config.streams, own, x, config.hidden_size, kernels)
-    normed = kernels.norm(current, layer.attention_norm)
+    predicted, expected = predicted_streams(config.streams, own, x, config.hidden_size, kernels)
+    normed = kernels.norm(expected, layer.attention_norm)
     low_rank = kernels.linear(kernels.linear(normed, own.low_rank_down), own.low_rank_up)
     residual = kernels.add(normed, kernels.norm(low_rank, own.low_rank_norm))
     mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
-    current = current if mixed is None else kernels.add(current, mixed)
-    current = kernels.add_scaled(current, residual, math.sqrt(0.5))
+    current = expected if mixed is None else kernels.add(expected, mixed)
+    current = kernels.add(current, residual, math.sqrt(0.5))
     normed = kernels.norm(current, layer.mlp_norm)
     delta = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, current)
     current = kernels.add(current, delta)
-    corrected, gating = stream_output(config.streams, own, predicted, current, config.hidden_size, kernels)
+    corrected = corrected_streams(own, predicted, expected, current, kernels)
     if layer.inputs is None or inputs is None:
         return corrected
+    gating = stream(corrected, config.streams.active, config.hidden_size, kernels, own.output_scale)
     added = gated_inputs(layer.inputs, gating, inputs, config.activation, kernels)
-    return kernels.add_to_streams(corrected, added, 1)
+    return kernels.add_to_streams(corrected, added, (0.0,) + (1.0,) * (config.streams.count - 1))
 
 
 def token_mixing(
@@ -196,9 +193,7 @@ def feed_forward(
 
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     up = kernels.linear(x, layer.up)
-    if layer.cutoff is not None:
-        return joined(kernels.sparse_act_mul(up, layer.cutoff, activation), layer.down, kernels)
-    mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
+    mixed = kernels.act_mul(up, activation, layer.cutoff) if gated else kernels.act(up, activation)
     return joined(mixed, layer.down, kernels)
 
 

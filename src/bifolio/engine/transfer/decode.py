@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bifolio.config.transfer import Address
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.transfer.blocks import Arrival, Sizes
 from bifolio.engine.transfer.prefill import BLOCKS_AT_ONCE, EngineCalls
@@ -37,7 +38,6 @@ from bifolio.engine.transfer.wire import (
     send_pull,
 )
 from bifolio.errors import TransferError
-from bifolio.transfer_settings import Address
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0

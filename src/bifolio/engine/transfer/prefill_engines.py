@@ -16,11 +16,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
+from bifolio.config.transfer import Address, BlockSource, TransferSettings
 from bifolio.engine.transfer.blocks import Sizes
 from bifolio.engine.transfer.decode import CONNECT_SECONDS, BlockFetcher
 from bifolio.engine.transfer.prefill import EngineCalls
 from bifolio.errors import ConfigError
-from bifolio.transfer_settings import Address, BlockSource, TransferSettings
 
 logger = logging.getLogger(__name__)
 INFO_PATH = "/kv_transfer"

@@ -21,7 +21,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.torch_reference import scale_by_position
+from bifolio.kernels.torch_attention import scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.long_attention import (
     LongQueries,

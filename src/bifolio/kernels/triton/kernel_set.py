@@ -52,14 +52,13 @@ from bifolio.kernels.triton.recurrence import recur
 from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
-from bifolio.kernels.triton.streams import TritonStreams
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
-class TritonKernels(TorchArrays, TritonStreams):
+class TritonKernels(TorchArrays):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
 
     The torch set that it holds prepares dense weights and multiplies many rows.
@@ -95,8 +94,8 @@ class TritonKernels(TorchArrays, TritonStreams):
     def to_host(self, array: Array) -> np.ndarray:
         return super().to_host(tensor(array))
 
-    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
-        return super().join_columns([(tensor(x), start, stop) for x, start, stop in parts])
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]], factors: Array | None = None) -> Array:
+        return super().join_columns([(tensor(x), start, stop) for x, start, stop in parts], factors)
 
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
@@ -161,23 +160,29 @@ class TritonKernels(TorchArrays, TritonStreams):
             return self._torch.rotation(inverse_frequencies, scale, positions)
         return Rotation(*look_up_rotation(table, positions))
 
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+    def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
         """Embeddings in f32: the residual stream is not rounded between layers."""
         self._products.begins_pass = True
+        ids = torch.where(ids < table.shape[0], ids, 0) if is_partial else ids
         if isinstance(table, QuantisedWeight):
             return quantised.dequantise(table, torch.float32, rows=ids, factor=scale)
         return embed_rows(table, ids, scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:
-        if isinstance(x, Sum) and x.value is None:
+        size = norm.weight.shape[0]
+        if isinstance(x, Sum) and x.value is None and x.x.shape[-1] == size:
             x.value, normed = self._norm_rows(x.x, norm, x.delta)
             return normed
         values = tensor(x)
+        if values.shape[-1] != size:
+            return self._plain_norm(values.reshape(-1, size), norm).reshape(values.shape)
         if self._fuses_norm(values, norm):
             return Normed(values, norm, self._plain_norm)
         return self._plain_norm(values, norm)
 
-    def add(self, x: Array, y: Array) -> Array:
+    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
+        if scale != 1.0:
+            return self._torch.add(tensor(x), tensor(y), scale)
         if isinstance(x, Mixture) and x.value is None and isinstance(y, torch.Tensor):
             return x.compute(y)
         x = tensor(x)
@@ -202,7 +207,9 @@ class TritonKernels(TorchArrays, TritonStreams):
         is_new = isinstance(x, Product) and x.value is None
         return self._products.exact(x.x, x.linear) if is_new else tensor(x)
 
-    def act_mul(self, x: Array, activation: str) -> Array:
+    def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
+        if cutoff is not None:
+            return self._torch.act_mul(tensor(x), activation, cutoff)
         if isinstance(x, Product) and x.value is None:
             return x.compute(x, activation, None)
         return norm.act_mul(tensor(x), activation)
@@ -233,6 +240,16 @@ class TritonKernels(TorchArrays, TritonStreams):
         if self._states is None or batch.states is None or self._states.use is not batch.states:
             self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
         return recur(tensor(x), recurrence, self._states, storage)
+
+    def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
+        return self._torch.mix_streams(tensor(x), tensor(coefficients), streams)
+
+    def add_to_streams(self, x: Array, y: Array, coefficients: Array | tuple[float, ...]) -> Array:
+        factors = coefficients if isinstance(coefficients, tuple) else tensor(coefficients)
+        return self._torch.add_to_streams(tensor(x), tensor(y), factors)
+
+    def match_streams(self, x: Array, y: Array) -> Array:
+        return self._torch.match_streams(tensor(x), tensor(y))
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self._products.exact(x, head)

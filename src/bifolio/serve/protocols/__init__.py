@@ -1,13 +1,1 @@
-"""Other protocols than OpenAI's chat and completions, each a thin adapter over the same requests."""
-
-from __future__ import annotations
-
-from bifolio.serve.protocols import anthropic, llama_cpp, ollama, openai_responses
-from bifolio.serve.protocols.common import RouteRow
-
-PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
-    *anthropic.ROUTES,
-    *openai_responses.ROUTES,
-    *ollama.ROUTES,
-    *llama_cpp.ROUTES,
-)
+"""The APIs of the server: types of requests and answers, and handlers over one kind of call."""

@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.serve import protocol as p
-from bifolio.serve.auth import Receive, Scope, Send
-from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError, bad_request
-from bifolio.serve.events import Event
-from bifolio.serve.generation import Job, Run, Whole
-from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.http.auth import Receive, Scope, Send
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.errors import ApiError, bad_request
+from bifolio.serve.http.events import Event
+from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.http.generation import Job, Run, Whole
+from bifolio.serve.http.running import run_call, tenant_of
+from bifolio.serve.http.tools import plan_tools
+from bifolio.serve.http.turn import Turn, chat_tokens, prepare
+from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.anthropic_types import (
     AnthropicMessage,
     Block,
@@ -24,10 +27,7 @@ from bifolio.serve.protocols.anthropic_types import (
     ResultBlock,
 )
 from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
-from bifolio.serve.responses import Usage
-from bifolio.serve.running import run_call, tenant_of
-from bifolio.serve.tools import plan_tools
-from bifolio.serve.turn import Turn, chat_tokens, prepare
+from bifolio.serve.protocols.openai_answers import Usage
 from bifolio.text.reasoning import reasoning_format
 from bifolio.text.strict_json import write_json
 from bifolio.text.tools import tool_format

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from bifolio.serve.auth import Receive, Scope, Send
-from bifolio.serve.context import ServerContext
-from bifolio.serve.encoding import encode_json
-from bifolio.serve.errors import bad_request
-from bifolio.serve.turn import Turn
+from bifolio.serve.http.auth import Receive, Scope, Send
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.encoding import encode_json
+from bifolio.serve.http.errors import bad_request
+from bifolio.serve.http.turn import Turn
 from bifolio.text.tools.events import Part, merged
 
 Handler = Callable[[ServerContext, Scope, Receive, Send], Awaitable[None]]

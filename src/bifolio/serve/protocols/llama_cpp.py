@@ -9,21 +9,21 @@ from typing import Any
 
 from bifolio import __version__
 from bifolio.errors import RequestError, did_you_mean
-from bifolio.serve import protocol as p
-from bifolio.serve.auth import Receive, Scope, Send
-from bifolio.serve.completions import CompletionCall
-from bifolio.serve.completions import prepare as prepare_completion
-from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import bad_request
-from bifolio.serve.events import Event, encode_json_event
-from bifolio.serve.generation import Answer, Job, Run, Whole
-from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
-from bifolio.serve.live import LOOK_TIMEOUT, visible_entry
+from bifolio.serve.http.auth import Receive, Scope, Send
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.errors import bad_request
+from bifolio.serve.http.events import Event, encode_json_event
+from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.http.generation import Answer, Job, Run, Whole
+from bifolio.serve.http.running import run_call, tenant_of
+from bifolio.serve.http.sampling import request_defaults
+from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.common import RouteRow, given, refuse_others
+from bifolio.serve.protocols.completions import CompletionCall
+from bifolio.serve.protocols.completions import prepare as prepare_completion
 from bifolio.serve.protocols.llama_cpp_types import NEUTRAL, InfillRequest, LlamaCppRequest
-from bifolio.serve.responses import Usage
-from bifolio.serve.running import run_call, tenant_of
-from bifolio.serve.sampling import request_defaults
+from bifolio.serve.protocols.openai_answers import Usage
+from bifolio.serve.views.live import LOOK_TIMEOUT, visible_entry
 from bifolio.text.infill import ContextFile
 
 EVENTS = Framing(SSE_HEADERS, b"", lambda error: b"error: " + error.body("/completion") + b"\n\n")

@@ -1,4 +1,4 @@
-"""Requests of llama.cpp's server. Every field is bounded, as in `serve.protocol`."""
+"""Requests of llama.cpp's server. Every field is bounded, as in `serve.protocols.openai_types`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from bifolio.serve import protocol as p
-from bifolio.serve.protocol import Ignored, Name, Strict, Text, TokenIds
+from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.protocols.openai_types import Ignored, Name, Strict, Text, TokenIds
 
 Setting = Annotated[float, Meta(ge=-1e9, le=1e9)] | bool
 Window = Annotated[int, Meta(ge=-1, le=p.BIG)]

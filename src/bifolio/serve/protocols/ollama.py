@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 
 from bifolio import __version__
-from bifolio.serve import protocol as p
-from bifolio.serve.auth import Receive, Scope, Send, Tenant
-from bifolio.serve.chat import token_logprobs
-from bifolio.serve.completions import prepare as prepare_completion
-from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import bad_request
-from bifolio.serve.events import Event
-from bifolio.serve.generation import Job, Run, Scores, Whole
-from bifolio.serve.http import Framing, decode, read_body, send_json
+from bifolio.serve.http.auth import Receive, Scope, Send, Tenant
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.errors import bad_request
+from bifolio.serve.http.events import Event
+from bifolio.serve.http.exchange import Framing, decode, read_body, send_json
+from bifolio.serve.http.generation import Job, Run, Scores, Whole
+from bifolio.serve.http.running import run_call, tenant_of, unless_gone
+from bifolio.serve.http.turn import Turn, prepare
+from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.protocols.chat import token_logprobs
 from bifolio.serve.protocols.common import RouteRow, given, json_line, refuse_others
+from bifolio.serve.protocols.completions import prepare as prepare_completion
 from bifolio.serve.protocols.ollama_models import ROUTES as MODEL_ROUTES
 from bifolio.serve.protocols.ollama_types import (
     NEUTRAL,
@@ -32,9 +34,7 @@ from bifolio.serve.protocols.ollama_types import (
     OllamaChatRequest,
     OllamaMessage,
 )
-from bifolio.serve.responses import Usage
-from bifolio.serve.running import run_call, tenant_of, unless_gone
-from bifolio.serve.turn import Turn, prepare
+from bifolio.serve.protocols.openai_answers import Usage
 from bifolio.text.reasoning import PlainReader, reasoning_format
 from bifolio.text.strict_json import write_json
 from bifolio.text.tools import tool_format

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bifolio.errors import BifolioError
-from bifolio.serve.auth import Receive, Scope, Send
-from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError
-from bifolio.serve.events import Event
-from bifolio.serve.http import Framing, decode, read_body, send_events, send_json
+from bifolio.serve.http.auth import Receive, Scope, Send
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.errors import ApiError
+from bifolio.serve.http.events import Event
+from bifolio.serve.http.exchange import Framing, decode, read_body, send_events, send_json
 from bifolio.serve.protocols.common import RouteRow, json_line
 from bifolio.serve.protocols.ollama_types import PullRequest, ShowRequest
 from bifolio.text.reasoning import reasoning_format

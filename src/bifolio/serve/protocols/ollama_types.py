@@ -1,4 +1,4 @@
-"""Requests of ollama's API. Every field is bounded, as in `serve.protocol`."""
+"""Requests of ollama's API. Every field is bounded, as in `serve.protocols.openai_types`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from bifolio.serve.protocol import (
+from bifolio.serve.protocols.openai_types import (
     BIG,
     Count,
     Ignored,

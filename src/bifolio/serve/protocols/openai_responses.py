@@ -16,14 +16,17 @@ from typing import Any
 
 import msgspec
 
-from bifolio.serve import protocol as p
-from bifolio.serve.auth import Receive, Scope, Send, Tenant
-from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError, bad_request
-from bifolio.serve.events import Event
-from bifolio.serve.generation import Job, Run, Whole
-from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.http.auth import Receive, Scope, Send, Tenant
+from bifolio.serve.http.context import ServerContext
+from bifolio.serve.http.errors import ApiError, bad_request
+from bifolio.serve.http.events import Event
+from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.http.generation import Job, Run, Whole
+from bifolio.serve.http.running import run_call, tenant_of
+from bifolio.serve.http.turn import History, Turn, prepare
+from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
+from bifolio.serve.protocols.openai_answers import Usage
 from bifolio.serve.protocols.response_shapes import OutputWriter, ended, response_object
 from bifolio.serve.protocols.responses_types import (
     IGNORED,
@@ -33,9 +36,6 @@ from bifolio.serve.protocols.responses_types import (
     Stored,
     ToolName,
 )
-from bifolio.serve.responses import Usage
-from bifolio.serve.running import run_call, tenant_of
-from bifolio.serve.turn import History, Turn, prepare
 from bifolio.text.reasoning import texts_of
 from bifolio.text.tools.events import Part, merged
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from bifolio.serve.protocols.common import named_event
+from bifolio.serve.protocols.openai_answers import Usage
 from bifolio.serve.protocols.responses_types import ResponsesRequest
-from bifolio.serve.responses import Usage
 from bifolio.text.tools.events import Arguments, Call, Part, Reasoning
 
 

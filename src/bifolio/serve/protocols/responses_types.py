@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API. Every field is bounded, as in `serve.protocol`."""
+"""Requests of OpenAI's Responses API. Every field is bounded, as in `serve.protocols.openai_types`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from bifolio.serve.protocol import (
+from bifolio.serve.protocols.openai_types import (
     ALL_CACHED,
     NO_ACCOUNTS,
     ONE_TIER,

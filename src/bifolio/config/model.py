@@ -1,0 +1,279 @@
+"""`ModelConfig`: a network of any supported family as data. Families differ in these fields, not in code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from bifolio.config.layers import LayerConfig, LayerInputConfig, MoeConfig, StreamConfig
+from bifolio.config.parameters import count_parameters
+from bifolio.config.recurrent import RecurrentConfig
+from bifolio.errors import ConfigError
+
+# The largest sizes of a network, several times those of real ones: memory is never planned for absurd sizes of a file.
+MODEL_LIMITS = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 18,
+    "num_layers": 1 << 12,
+    "num_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "intermediate_size": 1 << 21,
+    "max_position": 1 << 27,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding; a model has one, or one for its local and one for its global layers."""
+
+    theta: float = 10000.0
+    rotary_dim: int = 0  # leading dimensions of a head that are rotated
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
+    factor: float = 1.0
+    original_max_position: int = 0  # context length before extension (llama3, yarn, longrope)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
+    frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, proportional, or from a file
+    frequency_factors_short: tuple[float, ...] = ()  # longrope, for sequences up to original_max_position
+
+    @property
+    def has_two_sets(self) -> bool:
+        """Whether short and long sequences are rotated by different frequencies (`bifolio.long_rope`)."""
+        return self.scaling == "longrope" and bool(self.frequency_factors_short)
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise ConfigError(f"rope needs a positive even number of rotated dimensions, not {self.rotary_dim}")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ConfigError(f"rope theta must be a positive number, not {self.theta}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            if not math.isfinite(getattr(self, name)) or not getattr(self, name):
+                raise ConfigError(f"rope {name} must be a number other than 0, not {getattr(self, name)}")
+        for factors in (self.frequency_factors, self.frequency_factors_short):
+            if factors and len(factors) != self.rotary_dim // 2:
+                raise ConfigError(
+                    f"rope has {len(factors)} frequency factors for {self.rotary_dim // 2} pairs of rotated dimensions"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over cached latents (MLA): keys and values of all heads are projections of one row for each token.
+
+    The cache holds |rope|latent| as one head of keys, which are the values, too. Queries have `nope` and `rope`
+    dimensions; nope is multiplied with the key projection of its head, instead of the latents.
+    """
+
+    latent_size: int
+    rope_size: int
+    nope_size: int
+    value_size: int  # of a head, after its value projection
+    query_rank: int = 0  # rank of the query projection; 0: one matrix
+
+    def __post_init__(self) -> None:
+        for name in ("latent_size", "rope_size", "nope_size", "value_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MODEL_LIMITS["head_dim"]:
+                raise ConfigError(f"the model's {name} must be between 1 and {MODEL_LIMITS['head_dim']}, not {value!r}")
+        if not 0 <= self.query_rank <= MODEL_LIMITS["hidden_size"]:
+            raise ConfigError(f"the rank of the query projection must not be {self.query_rank}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The description of a network without its weights."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int  # context length in tokens
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_weight: bool = True  # False: norms are not scaled (OLMo 1)
+    norm_bias: bool = True  # of layer norms; RMS norms have none
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"] = "silu"
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False  # bias of the attention's output projection
+    mlp_bias: bool = False
+    head_bias: bool = False  # bias of the logits
+    qk_norm: bool = False  # RMS norm on each query and key head before rope
+    qk_norm_all_heads: bool = False  # one norm over all heads of a token instead of each head (OLMo 2)
+    qk_norm_after_rope: bool = False
+    pre_norms: bool = True  # norms on the inputs of attention and MLP
+    post_norms: bool = False  # norms on the outputs of attention and MLP, before the residual addition (Gemma)
+    parallel_block: bool = False  # attention and MLP read the same norm; both are added to the residual stream
+    parallel_norms: bool = False  # the MLP of a parallel block reads a norm of its own (GPT-NeoX)
+    tie_embeddings: bool = False
+    learned_positions: bool = False
+    ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
+    rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
+    layers: tuple[LayerConfig, ...] = ()  # one for each layer; empty: all are usual
+    value_norm: bool = False  # RMS norm without weights on each value head
+    layer_scales: bool = False  # the residual stream is multiplied by a stored number after each layer
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP that are added to the residual stream
+    attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
+    attention_softcap: float = 0.0  # of attention scores; 0: off
+    attention_temperature: float = 0.0  # growth of queries with the log of their position; 0: off
+    temperature_period: int = 1  # positions after which a query grows again
+    logit_scale: float = 1.0  # factor of the logits
+    logit_softcap: float = 0.0  # 0: off
+    moe: MoeConfig | None = None
+    mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
+    recurrent: RecurrentConfig | None = None
+    layer_inputs: LayerInputConfig | None = None  # a second embedding of each token, with a part for each layer
+    streams: StreamConfig | None = None  # parallel residual streams
+    weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
+    attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
+    gate_by_head: bool = False  # one gate for each head, without a bias, instead of one for each value (LFM3)
+    sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in MODEL_LIMITS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"the model's {name} must be a positive whole number, not {value!r}")
+            if value > MODEL_LIMITS[name]:
+                raise ConfigError(f"the model's {name} is {value}: at most {MODEL_LIMITS[name]} are supported")
+        if len(set(self.layers)) <= 1:
+            object.__setattr__(self, "layers", (self.layers or (LayerConfig(),))[:1] * self.num_layers)
+        if len(self.layers) != self.num_layers:
+            raise ConfigError(f"layers has {len(self.layers)} entries for {self.num_layers} layers")
+        for rope in self.ropes:
+            if rope.rotary_dim > max(self.head_dim, *(layer.head_dim or 0 for layer in self.layers)):
+                raise ConfigError(f"rope rotates {rope.rotary_dim} dimensions of heads of {self.head_dim}")
+            if max(len(rope.frequency_factors), len(rope.frequency_factors_short)) > rope.rotary_dim:
+                raise ConfigError("rope has more frequency factors than rotated dimensions")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                "the first must be a multiple of the second"
+            )
+        if self.mla is not None and (self.num_kv_heads, self.head_dim) != (
+            1,
+            self.mla.rope_size + self.mla.latent_size,
+        ):
+            raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
+        if self.recurrent is None and not self.learned_positions and not self.ropes:
+            raise ConfigError("a model without learned positions needs a rope configuration")
+        self._check_layers()
+        if self.qk_norm_all_heads and self.qk_norm_after_rope:
+            raise ConfigError("a norm over all query heads after rope is not supported")
+        for name in ("residual_scale", "logit_scale", "embedding_scale"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigError(f"the model's {name} must be a positive number, not {getattr(self, name)}")
+
+    def _check_layers(self) -> None:
+        """Check that the layers fit together, and to the model."""
+        for index, layer in enumerate(self.layers):
+            for name, limit in (
+                ("head_dim", "head_dim"),
+                ("kv_heads", "num_kv_heads"),
+                ("mlp_size", "intermediate_size"),
+            ):
+                value = getattr(layer, name)
+                if value is not None and not 0 < value <= MODEL_LIMITS[limit]:
+                    raise ConfigError(f"the model's {limit} must be between 1 and {MODEL_LIMITS[limit]}, not {value}")
+            if self.num_heads % self.kv_heads(index):
+                raise ConfigError(
+                    f"{self.num_heads} query heads cannot share {self.kv_heads(index)} key/value heads evenly"
+                )
+            if not (layer.attention or layer.recurrent or layer.mlp):
+                raise ConfigError(f"layer {index} has neither attention, nor a recurrence, nor an MLP")
+            if layer.rope is not None and layer.rope >= max(len(self.ropes), 1):
+                raise ConfigError(f"layer {index} names a rope configuration that does not exist")
+            source = self.kv_source(index)
+            same = 0 <= source <= index and all(
+                size(index) == size(source) for size in (self.head_size, self.kv_heads, lambda n: self.layers[n].window)
+            )
+            if not same or self.layers[source].kv_source is not None:
+                raise ConfigError(f"layer {index} cannot read the keys and values of layer {source}")
+        if not self.attention_layers:
+            raise ConfigError("models without any attention layer are not supported")
+        if (self.recurrent is not None) != bool(self.recurrent_layers):
+            raise ConfigError("a model with a recurrent configuration has no recurrent layer, or the reverse")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the dot product of a query and a key."""
+        return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def head_size(self, layer: int) -> int:
+        return self.layers[layer].head_dim or self.head_dim
+
+    def gate_size(self, layer: int) -> int:
+        """Gates on the output of attention."""
+        return self.num_heads * (1 if self.gate_by_head else self.head_size(layer)) * self.attention_gate
+
+    @property
+    def gate_bias(self) -> bool:
+        return self.qkv_bias and not self.gate_by_head
+
+    def kv_heads(self, layer: int) -> int:
+        return self.layers[layer].kv_heads or self.num_kv_heads
+
+    def mlp_size(self, layer: int) -> int:
+        return self.layers[layer].mlp_size or self.intermediate_size
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values this layer reads: itself, or an earlier one."""
+        source = self.layers[layer].kv_source
+        return layer if source is None else source
+
+    def has_experts(self, layer: int) -> bool:
+        own = self.layers[layer]
+        return self.moe is not None and own.mlp and not own.dense
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """Whether MLPs read norms of their own."""
+        return self.parallel_norms or not self.parallel_block
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.attention)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers with a recurrence."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.recurrent)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own, which are cached."""
+        return tuple(layer for layer in self.attention_layers if self.kv_source(layer) == layer)
+
+    @property
+    def num_parameters(self) -> int:
+        """The exact number of parameters, from the shapes alone: memory can be planned before weights are read."""
+        return count_parameters(self, None if self.moe is None else self.moe.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: those of all experts but its own are left out."""
+        return count_parameters(self, None if self.moe is None else self.moe.top_k)

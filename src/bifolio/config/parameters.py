@@ -1,0 +1,78 @@
+"""The exact number of parameters of a network, from its shapes alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bifolio.config.layers import MoeConfig
+    from bifolio.config.model import LatentConfig, ModelConfig
+
+
+def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
+    """Parameters with `num_experts` experts in every layer that has some."""
+    d, own = config.hidden_size, config.recurrent
+    per_norm = d * (config.norm_weight + (config.norm == "layer" and config.norm_bias))
+    with_mlp = [index for index, layer in enumerate(config.layers) if layer.mlp]
+    norms = sum(layer.attention or layer.recurrent for layer in config.layers) + len(with_mlp)
+    norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * (not config.has_mlp_norm) + 1
+    total = config.vocab_size * (d * (1 if config.tie_embeddings else 2) + config.head_bias)
+    total += config.max_position * d * config.learned_positions + per_norm * norms
+    total += sum(_attention(config, layer) for layer in config.attention_layers)
+    total += 0 if own is None else len(config.recurrent_layers) * own.count_parameters(d)
+    for layer in with_mlp:
+        if config.moe is not None and num_experts is not None and config.has_experts(layer):
+            total += _experts(config, config.moe, num_experts)
+            total += _mlp(config, layer) if config.moe.beside_mlp else 0
+        else:
+            total += _mlp(config, layer)
+    return total + _layer_inputs(config) + _streams(config)
+
+
+def _attention(config: ModelConfig, layer: int) -> int:
+    if config.mla is not None:
+        return _latent(config, config.mla)
+    d, dim = config.hidden_size, config.head_size(layer)
+    query, kv = config.num_heads * dim, config.kv_heads(layer) * dim
+    writes = config.kv_source(layer) == layer
+    projected = query + kv * writes * (1 if config.layers[layer].keys_as_values else 2)
+    qk_width = query + kv if config.qk_norm_all_heads else dim * (2 if writes else 1)
+    total = d * projected + query * d + projected * config.qkv_bias + d * config.output_bias
+    total += (d + config.gate_bias) * config.gate_size(layer)
+    return total + qk_width * config.qk_norm + config.num_heads * config.sinks
+
+
+def _latent(config: ModelConfig, mla: LatentConfig) -> int:
+    d, heads, query = config.hidden_size, config.num_heads, config.num_heads * (mla.nope_size + mla.rope_size)
+    total = mla.query_rank * (d + 1 + query) if mla.query_rank else d * query
+    total += d * (mla.latent_size + mla.rope_size) + mla.latent_size
+    return total + mla.latent_size * heads * (mla.nope_size + mla.value_size) + heads * mla.value_size * d
+
+
+def _mlp(config: ModelConfig, layer: int) -> int:
+    d, ffn, num_up = config.hidden_size, config.mlp_size(layer), 2 if config.gated_mlp else 1
+    return d * ffn * (num_up + 1) + (ffn * num_up + d) * config.mlp_bias
+
+
+def _experts(config: ModelConfig, moe: MoeConfig, num_experts: int) -> int:
+    d, width = config.hidden_size, moe.expert_size
+    router = moe.num_experts * (d + moe.router_bias)  # the selection bias is state of training, no parameter
+    matrices = 3 if config.gated_mlp else 2
+    expert = matrices * d * width + ((matrices - 1) * width + d) * moe.expert_bias
+    norms = 4 * d + moe.num_experts if moe.beside_mlp else 0
+    return router + num_experts * expert + matrices * d * moe.shared_size + d * moe.shared_gate + norms
+
+
+def _layer_inputs(config: ModelConfig) -> int:
+    own, d, layers = config.layer_inputs, config.hidden_size, config.num_layers
+    if own is None:
+        return 0
+    return own.size * (own.vocab_size * layers + layers * d + 1) + layers * (2 * d * own.size + d)
+
+
+def _streams(config: ModelConfig) -> int:
+    own, d = config.streams, config.hidden_size
+    if own is None:
+        return 0
+    layer = own.count**2 * (1 + own.count) + own.count * d + d + 2 * own.low_rank * d + d + d
+    return 2 * (own.count - 1) * d * d + config.num_layers * layer

@@ -1,0 +1,145 @@
+"""Rotation and attention on torch tensors: fresh sequences of equal lengths, and sequences in the paged cache."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from bifolio.kernels.interface import Array, AttentionSegment, AttentionShape, Heads, Rotation, Storage
+
+
+def are_equally_long(segment: AttentionSegment) -> bool:
+    return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
+
+
+def scale_by_position(
+    query: torch.Tensor,
+    shape: AttentionShape,
+    segment: AttentionSegment,
+    positions: torch.Tensor | None = None,  # i32[t]  None: from the segment
+) -> torch.Tensor:
+    """Queries [t, heads, dim] of a segment, multiplied by the temperature at their positions."""
+    if not shape.temperature:
+        return query
+    if positions is None:
+        positions = _query_positions(segment, query.shape[0], query.device)
+    factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
+    return (query * factors[:, None, None]).to(query.dtype)
+
+
+def _query_positions(segment: AttentionSegment, num_queries: int, device: torch.device) -> torch.Tensor:
+    lengths = torch.as_tensor(segment.context_lens, device=device)
+    if segment.max_query_len == 1 and segment.num_sequences == num_queries:
+        return (lengths - 1).clamp(min=0)
+    starts = torch.as_tensor(segment.query_starts, device=device)
+    counts = starts.diff()
+    before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
+    return torch.arange(num_queries, device=device) + before
+
+
+def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
+    """Rotate each pair of dimensions by its angle, in float32; dimensions past the rotated ones are unchanged."""
+    cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
+    half = rotation.cos.shape[-1]
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    first, second = torch.unflatten(turned, -1, (half, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    result = torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
+    result = result.to(x.dtype)
+    return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
+
+
+def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
+    """Causal attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
+    query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
+    length = query.shape[2]
+    mask = None
+    if shape.window is not None and shape.window < length:
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance[None, :]
+        mask = (distance >= 0) & (distance < shape.window)
+    return _attend_masked(query, key, value, mask, shape)
+
+
+def _attend_masked(
+    query: torch.Tensor,  # [s, heads, n, dim]
+    key: torch.Tensor,  # [s, kv_heads, L, dim]
+    value: torch.Tensor,
+    mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
+    shape: AttentionShape,
+) -> torch.Tensor:
+    """[s * n, heads * dim]"""
+    if not shape.softcap and shape.sinks is None:
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=shape.scale,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    group = shape.num_heads // shape.num_kv_heads
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
+    if shape.softcap:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if shape.sinks is not None:  # a column without a value
+        columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, columns], dim=-1)
+    mixed = scores.softmax(dim=-1)[..., : key.shape[2]].to(query.dtype) @ value
+    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def attend_cached(
+    query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment, storage: Storage
+) -> torch.Tensor:
+    """Queries over the cached context of their sequences; equally many of each in one call."""
+    tables: Array = segment.block_tables
+    lens = segment.context_lens
+    if are_equally_long(segment):
+        return _attend_paged(query, shape, storage, tables, lens, segment)
+    bounds = pairwise(segment.query_starts.tolist())
+    return torch.cat(
+        [
+            _attend_paged(query[a:b], shape, storage, tables[i : i + 1], lens[i : i + 1], segment)
+            for i, (a, b) in enumerate(bounds)
+        ]
+    )
+
+
+def _attend_paged(
+    query: torch.Tensor,  # [s * n, num_heads, head_dim], n queries for each of s sequences
+    shape: AttentionShape,
+    storage: Storage,
+    block_tables: torch.Tensor,  # i32[s, max_blocks]
+    context_lens: torch.Tensor,  # i32[s]
+    segment: AttentionSegment,
+) -> torch.Tensor:
+    """Attention of queries at the end of each context over its cached tokens: [s * n, num_heads * head_dim].
+
+    Entries past a context are uninitialised (NaN when poisoned), and 0 * NaN is NaN: they are zeroed, not only masked.
+    """
+    num_blocks = min(block_tables.shape[1], -(-segment.max_context_len // storage.block_size))
+    tables = torch.as_tensor(block_tables, device=query.device)[:, :num_blocks].long()
+    queries = torch.unflatten(query, 0, (block_tables.shape[0], -1))  # [s, n, heads, dim]
+    lens = torch.as_tensor(context_lens, device=query.device)  # the engine keeps lengths on the host
+    slots = torch.arange(num_blocks * storage.block_size, device=query.device)
+    used = (slots[None, :] < lens[:, None])[:, None, :, None]  # [s, 1, L, 1]
+
+    def context(array: torch.Tensor) -> torch.Tensor:
+        gathered = array[tables].transpose(1, 2).flatten(2, 3).to(query.dtype)  # [s, kv_heads, L, dim]
+        return gathered.masked_fill(~used, 0.0)
+
+    num_queries = queries.shape[1]
+    positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
+    distance = positions[:, :, None] - slots[None, None, :]
+    visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
+    keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
+    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)

@@ -1,0 +1,1 @@
+"""Helper processes and further front ends."""

@@ -1,0 +1,1 @@
+"""The HTTP front end: from connections to calls of an engine client."""

@@ -1,0 +1,400 @@
+"""The engine's side of the conversation: messages in, a step, messages out.
+
+An update is the difference between a sequence's tokens and those already sent, not the result of one step: tokens of
+several fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles a token.
+Updates carry token ids. The front end makes text of them, looks for stop texts and sends `Stop` when it finds one; only
+completions that are chosen at the end (best_of, beams) have their text from the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bifolio.api import messages as m
+from bifolio.api.llm import LLM
+from bifolio.api.outputs import returned_sequences
+from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.thread import EngineThread
+from bifolio.errors import BifolioError, FaultKind, GrammarError, ModelOutputError, RequestError
+from bifolio.long_rope import short_context
+from bifolio.sampling.thinking import AfterThinking
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import Request, RequestOptions, StepResult
+from bifolio.serve.process.block_transfer import BlockTransfer
+from bifolio.serve.process.conversations import ConversationStore, add_or_fork
+from bifolio.serve.process.embedding import EmbeddingQueue
+from bifolio.serve.process.fairness import FairThread, Turns
+from bifolio.serve.process.kv_events import KvEventPublisher
+from bifolio.serve.process.update_pace import UpdatePace
+from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.serve.views.steps import add_steps
+from bifolio.text.tokenizer import is_library_error
+
+logger = logging.getLogger(__name__)
+Send = Callable[[m.FromEngine], None]
+COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
+
+
+@dataclass(slots=True)
+class _Live:
+    """A running request, and how much of each completion was sent."""
+
+    request: Request
+    sent_tokens: list[int]
+    ended: list[bool]
+    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
+    final_only: bool = False
+    sent_first: bool = False
+    owner: str = ""  # name of its tenant
+    is_over: bool = False  # the last update was sent
+
+
+@dataclass(slots=True)
+class EngineService:
+    """Serves one engine. `handle` may be called from any thread; `send` is called from the engine's thread."""
+
+    llm: LLM
+    send: Send
+    max_updates_per_second: float | None = None  # None: by the device
+    publisher: KvEventPublisher | None = None  # of the cache's events
+    transfer: BlockTransfer | None = None  # of blocks, from or to another engine
+    thread: EngineThread = field(init=False)
+    _live: dict[str, _Live] = field(init=False, default_factory=dict)
+    _embeddings: EmbeddingQueue = field(init=False)
+    _compiler: FairThread = field(init=False)
+    _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
+    _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
+    _turns: Turns = field(init=False, default_factory=Turns)
+    _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
+    _pace: UpdatePace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = EngineThread(self.llm.engine, self._after_step)
+        self._embeddings = EmbeddingQueue(self.llm.engine)
+        self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
+        self._compiler = FairThread("bifolio-grammar")
+
+    def close(self) -> None:
+        """End the engine's thread after the running step, and the compiler's."""
+        self.thread.stop()
+        self._compiler.close()
+        for part in (self.publisher, self.transfer):
+            if part is not None:
+                part.close()
+
+    def hello(self, model_name: str) -> m.Hello:
+        engine, published = self.llm.engine, self.publisher
+        return m.Hello(
+            pid=os.getpid(),
+            model_name=model_name,
+            kernels=engine.runner.kernels.name,
+            max_model_len=engine.config.max_model_len,
+            max_num_seqs=engine.config.max_num_seqs,
+            vocab_size=engine.model.config.vocab_size,
+            num_blocks=engine.blocks.num_blocks,
+            block_size=engine.blocks.block_size,
+            short_context=short_context(engine.model.config),
+            plan=self.llm.plan.lines(),
+            kv_cache_dtype=str(engine.config.cache.dtype),
+            enable_prefix_caching=engine.config.cache.enable_prefix_caching,
+            transfer_port=0 if self.transfer is None else self.transfer.port,
+            kv_events=None if published is None else m.KvEventSettings(published.endpoint, published.replay_endpoint),
+        )
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+    def handle(self, message: m.ToEngine) -> None:
+        """Take a message; everything that touches the engine is queued for its thread."""
+        if isinstance(message, m.Start):
+            is_fetched = self.transfer is not None and self.transfer.fetch(message, self._begin)
+            if not is_fetched:
+                self._begin(message)
+        elif isinstance(message, m.Abort):
+            if self.transfer is not None:
+                self.transfer.abort(message.ids)
+            self.thread.post(lambda engine: self._abort(engine, message.ids))
+        elif isinstance(message, m.Stop):
+            self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
+        elif isinstance(message, m.Embed):
+            self._post(message.id, lambda engine: self._embed(message))
+        elif isinstance(message, m.Look):
+            self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Remember | m.Recall):
+            self._conversations.handle(message, self.send, self.thread)
+        elif isinstance(message, m.Shutdown):
+            self.thread.stop(timeout=0)
+
+    def _begin(self, message: m.Start) -> None:
+        if message.grammar is not None:
+            return self._compile_first(message)
+        return self._post(message.id, lambda engine: self._start(engine, message))
+
+    def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
+        """Queue a command whose failure, of any kind, refuses one request and nothing else."""
+
+        def guarded(engine: InferenceEngine) -> None:
+            try:
+                command(engine)
+            except BaseException as error:
+                if not is_library_error(error):
+                    raise
+                logger.exception("a command for a request failed")
+                engine.abort(request_id)
+                self._forget(request_id)
+                self.send(m.Refused(request_id, FaultKind.ENGINE_ERROR, f"the engine failed: {type(error).__name__}"))
+
+        self.thread.post(guarded)
+
+    def beat(self) -> m.Beat:
+        """From any thread: the counters are plain numbers, and a torn read does no harm."""
+        started = self.thread.step_started
+        now = asdict(self.llm.engine.stats())
+        sharing, states = now.pop("sharing"), now.pop("states")
+        stats = {name: float(value) for name, value in (now | sharing | states).items()}
+        stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
+        speculator = self.llm.engine.speculator
+        if speculator is not None:
+            stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)
+            stats["num_accepted_tokens"] = float(speculator.stats.num_accepted_tokens)
+        stats["cpu_seconds"] = time.process_time()
+        stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
+        return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
+
+    # -- grammars ------------------------------------------------------------------------------------------------------
+    def _compile_first(self, message: m.Start) -> None:
+        """Compile on a thread of its own while the steps of other requests go on.
+
+        The front end sends grammars that a helper process has found to be cheap. All wait for one thread, which
+        takes them in turn over the shares; `expire_grammars` refuses those that wait longer than `COMPILE_SECONDS`.
+        """
+        self._compiling[message.id] = time.monotonic() + COMPILE_SECONDS
+
+        def compile_it() -> None:
+            from bifolio.sampling.grammar import Grammar, compile_grammar
+
+            kind, text = message.grammar or ("", "")
+            if message.id not in self._compiling:
+                return  # aborted or too late
+            try:
+                compiled = compile_grammar(Grammar(kind, text), self.llm.model)  # type: ignore[arg-type]
+            except BifolioError as error:
+                reason = error
+                self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
+            else:
+                self._post(message.id, lambda engine: self._start_compiled(engine, message, compiled))
+
+        try:
+            self._compiler.submit(message.share, compile_it)
+        except RuntimeError:  # the system starts no further thread
+            failure = GrammarError("no thread is free to compile the grammar: ask again later")
+            self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))
+
+    def expire_grammars(self) -> None:
+        """From any thread, now and then: refuse the requests whose grammar takes too long."""
+        now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
+        for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
+            self.thread.post(partial(self._refuse_late, request_id, error))
+
+    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    def _refuse_late(self, request_id: str, error: BifolioError, engine: InferenceEngine) -> None:
+        self._refuse_compiled(request_id, error)
+
+    def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
+        if self._compiling.pop(request_id, None) is not None:
+            self._refuse(request_id, error)
+
+    def _start_compiled(self, engine: InferenceEngine, message: m.Start, grammar: object) -> None:
+        if self._compiling.pop(message.id, None) is not None:  # else it was aborted meanwhile
+            self._start(engine, message, grammar)
+
+    def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+        if message.thinking is not None:
+            grammar = self._after_thinking(message.thinking, grammar)
+        values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
+        cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
+        turn = self._turns.next(message.key, cost, message.priority)
+        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
+        prompt = message.prompt_token_ids
+        try:
+            if message.is_beam_search:
+                request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
+            else:
+                request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
+        except BifolioError as error:
+            self._refuse(message.id, error)
+            return
+        count, is_chosen_late = len(request.sequences), _is_chosen_late(request)
+        only_at_the_end = message.final_only or (is_chosen_late and not message.wants_steps)
+        if message.wants_steps:
+            request.steps = []
+        self._unstarted.add(message.id)
+        live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
+        self._live[message.id] = live
+
+    def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
+        marks = (tuple(told.opening), tuple(told.closing), tuple(told.forced))
+        return AfterThinking(self.llm.model.config.vocab_size, *marks, told.budget, grammar)
+
+    def _refuse(self, request_id: str, error: BifolioError) -> None:
+        kind = error.fault if isinstance(error, RequestError) else FaultKind.INVALID_REQUEST
+        self.send(m.Refused(request_id, kind, str(error)))
+
+    def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
+        for request_id in ids:
+            self._compiling.pop(request_id, None)
+            self._embeddings.abort(request_id)
+            self._forget(request_id)
+            engine.abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._unstarted.discard(request_id)
+
+    def _embed(self, message: m.Embed) -> None:
+        def done(vector: np.ndarray | None, error: Exception | None) -> None:
+            if vector is not None:
+                self.send(m.Embedding(message.id, vector.astype("<f4").tobytes()))
+            else:
+                logger.error("an embedding failed", exc_info=error)
+                fault, reason = FaultKind.ENGINE_ERROR, f"the computation failed: {type(error).__name__}"
+                if isinstance(error, ModelOutputError):
+                    fault, reason = error.fault, str(error)
+                self.send(m.Refused(message.id, fault, reason))
+
+        try:
+            self._embeddings.add(message.id, message.token_ids, done)
+        except RequestError as error:
+            self._refuse(message.id, error)
+        self.thread.background = self._embeddings.advance
+
+    def _look(self, engine: InferenceEngine, look_id: str) -> None:
+        slots, waiting = slots_of(engine), waiting_of(engine)
+        for entry in [*slots, *waiting]:
+            live = self._live.get(entry["id"])
+            entry["owner"] = "" if live is None else live.owner
+        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine)))
+
+    # -- after a step --------------------------------------------------------------------------------------------------
+    def _after_step(self, results: list[StepResult]) -> None:
+        """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
+        urgent: list[_Live] = []
+        if self._unstarted:
+            for request_id in self._unstarted.intersection([result.request_id for result in results]):
+                live = self._live[request_id]
+                self._unstarted.discard(request_id)
+                self._turns.started(live.request.turn)
+                if not live.final_only:
+                    urgent.append(live)
+        ended = [result.request_id for result in results if result.finished]
+        urgent += [self._live[request_id] for request_id in ended if request_id in self._live]
+        if self._pace.is_due(time.monotonic(), len(self._live)):
+            self._send_news(list(self._live.values()))
+        elif urgent:
+            self._send_news(urgent)
+
+    def _send_news(self, lives: list[_Live]) -> None:
+        updates: list[m.Update] = []
+        entries = 0
+        for live in lives:
+            if not live.is_over and (not live.final_only or live.request.is_finished):
+                update = self._update(live)
+                if update is not None:
+                    updates.append(update)
+                    entries += update.num_entries
+            if entries > m.MAX_FRAME_ENTRIES:
+                self.send(m.Updates(updates))
+                updates, entries = [], 0
+        if updates:
+            self.send(m.Updates(updates))
+
+    def _update(self, live: _Live) -> m.Update | None:
+        request = live.request
+        is_finished = request.is_finished
+        pieces = self._pieces(live, is_finished)
+        if not pieces and not request.steps and not is_finished:
+            return None
+        update = m.Update(request.request_id, pieces)
+        add_steps(update, request)
+        if not live.sent_first and pieces:
+            live.sent_first = True
+            update.num_cached_tokens = request.metrics.num_cached_tokens
+            if request.prompt_scores is not None:
+                update.prompt_scores = request.prompt_scores.packed()
+        if is_finished:
+            update.ended = _ended(request)
+            live.is_over = True
+            self._forget(request.request_id)
+        return update
+
+    def _pieces(self, live: _Live, is_finished: bool) -> list[m.NewTokens]:
+        request = live.request
+        if live.is_chosen_late:
+            return _final_pieces(request) if is_finished else []
+        pieces = []
+        for number, sequence in enumerate(request.sequences):
+            sent, tokens, reason = live.sent_tokens[number], sequence.output_token_ids, sequence.finish_reason
+            if live.ended[number] or (len(tokens) == sent and reason is None):
+                continue
+            piece = m.NewTokens(sequence.index, _packed(tokens[sent:]))
+            if request.wants_logprobs:
+                piece.scores = sequence.logprobs.packed(sent)
+            if reason is not None:
+                piece.finish_reason, piece.stop_reason = reason.value, sequence.stop_reason
+                live.ended[number] = True
+            pieces.append(piece)
+            live.sent_tokens[number] = len(tokens)
+        return pieces
+
+
+def _packed(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def _is_chosen_late(request: Request) -> bool:
+    """Whether the completions that are returned, and their order, are decided at the end."""
+    return request.params.num_sequences > request.params.n or request.search is not None
+
+
+def _without_text(params: SamplingParams) -> SamplingParams:
+    """The parameters of a request whose text the front end reads; those of one that is chosen at the end stay."""
+    if params.num_sequences > params.n:
+        return params
+    return replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
+
+
+def _final_pieces(request: Request) -> list[m.NewTokens]:
+    return [
+        m.NewTokens(
+            index,
+            _packed(sequence.output_token_ids),
+            sequence.logprobs.packed() if request.params.logprobs is not None else None,
+            None if sequence.finish_reason is None else sequence.finish_reason.value,
+            sequence.stop_reason,
+            sequence.text,
+            sequence.cumulative_logprob,
+            sequence.score,
+        )
+        for index, sequence in enumerate(returned_sequences(request))
+    ]
+
+
+def _ended(request: Request) -> m.Ended:
+    metrics = request.metrics
+    return m.Ended(
+        metrics.queue_time,
+        metrics.prefill_time,
+        metrics.decode_time,
+        metrics.num_cached_tokens,
+        metrics.num_preemptions,
+        request.error,
+        request.fault,
+    )

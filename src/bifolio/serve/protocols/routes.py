@@ -1,0 +1,13 @@
+"""The routes of other protocols than OpenAI's chat and completions, each a thin adapter over the same requests."""
+
+from __future__ import annotations
+
+from bifolio.serve.protocols import anthropic, llama_cpp, ollama, openai_responses
+from bifolio.serve.protocols.common import RouteRow
+
+PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
+    *anthropic.ROUTES,
+    *openai_responses.ROUTES,
+    *ollama.ROUTES,
+    *llama_cpp.ROUTES,
+)
