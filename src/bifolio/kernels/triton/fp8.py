@@ -114,7 +114,7 @@ def scaled(
 ) -> tl.tensor:
     """f32[outputs, block]: the weights times the scales of their groups; those of rows are applied to the sums."""
     weights = weights.to(tl.float32)
-    if 0 < GROUP < DEPTH:
+    if GROUP > 0 and GROUP < DEPTH:
         place = row.to(tl.int64)[:, None] * ((DEPTH + GROUP - 1) // GROUP) + (column // GROUP)[None, :]
         weights = weights * tl.load(scales + place, mask=inside, other=0.0)
     return weights
@@ -137,7 +137,7 @@ def group_scale(
 ) -> tl.tensor:
     """f32[outputs]: the scales of the group of columns from `start`; 1 where rows have one scale or none."""
     scale = exists.to(tl.float32)
-    if 0 < GROUP < DEPTH:
+    if GROUP > 0 and GROUP < DEPTH:
         place = row.to(tl.int64) * ((DEPTH + GROUP - 1) // GROUP) + start // GROUP
         scale = tl.load(scales + place, mask=exists, other=0.0)
     return scale

@@ -80,11 +80,11 @@ def _few_rows_kernel(
         values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, X_DESCRIBED)
         weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
         scale = group_scale(scales, output, output_exists, start, DEPTH, GROUP)
-        sums = _multiply(values, weights, scale, sums, SWAPPED, PRECISION, 0 < GROUP < DEPTH)
+        sums = _multiply(values, weights, scale, sums, SWAPPED, PRECISION, GROUP > 0 and GROUP < DEPTH)
         if ACTIVATION >= 0:
             weights = load_tile(partner, num_outputs + first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
             scale = group_scale(scales, output + num_outputs, output_exists, start, DEPTH, GROUP)
-            up_sums = _multiply(values, weights, scale, up_sums, SWAPPED, PRECISION, 0 < GROUP < DEPTH)
+            up_sums = _multiply(values, weights, scale, up_sums, SWAPPED, PRECISION, GROUP > 0 and GROUP < DEPTH)
     if SWAPPED:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
