@@ -12,7 +12,7 @@ import torch
 from check_bench import Bench, Check, relative_error
 
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.kernels.triton import fp8
+from bifolio.kernels.triton import fp8_rows
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
 from bifolio.model.huggingface.scaled_tensors import _decoded
@@ -61,9 +61,9 @@ def fp8_matrix(bench: Bench, kind: str, rows: int, columns: int) -> QuantizedTen
 
 def fp8_error(bench: Bench, *, kind: str, shape: tuple[int, int, int], extra: str) -> float:
     """Many rows are rounded to three bits of mantissa instead of seven."""
-    is_rounded = shape[0] > fp8.FEW_ROWS and not bench.kernels.deterministic and bench.kernels.dtype == torch.bfloat16
+    is_rounded = fp8_rows.rounds(shape[0], bench.kernels.dtype) and not bench.kernels.deterministic
     error = product_error(bench, matrix=partial(fp8_matrix, bench, kind), shape=shape, extra=extra)
-    return error / 8 if is_rounded and kind != "groups" else error
+    return error / 8 if is_rounded else error
 
 
 def quantised_checks() -> Iterator[Check]:

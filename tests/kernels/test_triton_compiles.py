@@ -22,7 +22,7 @@ from bifolio.kernels.triton import (
     cache,
     decode,
     device_state,
-    fp8,
+    fp8_rows,
     gemm_small_m,
     gemm_tuning,
     gemv,
@@ -112,7 +112,7 @@ PREFILL = {
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
-    "X_DESCRIBED": False, "GROUP": 0,
+    "X_DESCRIBED": False, "GROUP": 0, "X_SCALED": False,
 }  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, DECODE, 2),
@@ -192,8 +192,11 @@ for group in (128, 4096):  # columns of an FP8 weight that share a scale; all of
     fp8_row = {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True, "GROUP": group, "ACTIVATION": 0}
     CASES[f"one row FP8 {group}"] = (gemv._one_row_kernel, fp8_row, 4)
     CASES[f"few rows FP8 {group}"] = (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group}, 4)
+    CASES[f"some rows FP8 {group}"] = (
+        gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group, "X_SCALED": True}, 4,
+    )  # fmt: skip
 CASES["rows in FP8"] = (
-    fp8._round_rows_kernel, {"DEPTH": 14336, "BLOCK": 16384, "LARGEST": 448.0, "SMALLEST": 1e-12}, 16,
+    fp8_rows._round_rows_kernel, {"DEPTH": 14336, "BLOCK": 16384, "LARGEST": 448.0, "SMALLEST": 1e-12}, 16,
 )  # fmt: skip
 
 
@@ -204,7 +207,9 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     factors = "*u8" if constants.get("KIND") == 3 else "*fp16"
     kinds = {"values": stored, "scales": factors, "minima": factors, "factor": "fp32"}
     if "FP8" in name:
-        kinds = {"values": "*fp8e4nv", "scales": "*fp32", "weight": "*fp8e4nv"}
+        kinds = {"values": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32", "weight": "*fp8e4nv"}
+        if name.startswith("some"):
+            kinds["x"] = "*fp8e4nv"
     signature = {a: "constexpr" if a in constants else kinds.get(a, kind(a)) for a in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})

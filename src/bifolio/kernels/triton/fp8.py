@@ -4,8 +4,8 @@
     out = (x @ values.T) * scales
 
 Scales belong to rows, or to groups of columns of rows. Few rows of x are multiplied in their own type: a tile of the
-weight is converted in registers, which is exact (`gemv`, `gemm_small_m`). Many rows are rounded to FP8 too, with a
-scale for each row, and multiplied by the tensor cores for FP8. In deterministic mode no row is rounded.
+weight is converted in registers, which is exact (`gemv`, `gemm_small_m`, `row_product.cu`). More rows are rounded to
+FP8 as well and multiplied by the tensor cores for FP8 (`fp8_rows`). In deterministic mode no row is rounded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ import triton
 import triton.language as tl
 
 from bifolio.errors import ModelFileError
-from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.quant.fp8 import LARGEST, DenseToFp8, Fp8Tensor
 
 FP8 = torch.float8_e4m3fn
-FEW_ROWS = 64  # products with at most this many rows of x do not round them
 GROUP = 128  # columns with one scale, of kernels for groups
 SMALLEST = 1e-12  # of the largest value of a row, so that rows of zeros have a scale
-ALIGNED = 16  # of the sizes that cuBLAS multiplies in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,53 +138,3 @@ def group_scale(
         place = row.to(tl.int64) * ((DEPTH + GROUP - 1) // GROUP) + start // GROUP
         scale = tl.load(scales + place, mask=exists, other=0.0)
     return scale
-
-
-# -- many rows of x ----------------------------------------------------------------------------------------------------
-@triton.jit
-def _round_rows_kernel(
-    x: tl.tensor,  # [rows, depth]
-    values: tl.tensor,  # e4m3[rows, depth]
-    scales: tl.tensor,  # f32[rows]
-    x_stride: tl.tensor,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < DEPTH
-    wait_for_inputs()
-    own = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(own), axis=0) / LARGEST, SMALLEST)
-    rounded = tl.minimum(tl.maximum(own / scale, -LARGEST), LARGEST)
-    tl.store(values + row * DEPTH + column, rounded.to(values.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale)
-
-
-def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3[rows, depth], f32[rows, 1]): each row divided by its scale."""
-    rows, depth = x.shape
-    values = torch.empty((rows, depth), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(depth)
-    if rows:
-        _round_rows_kernel[(rows,)](
-            x, values, scales, x.stride(0), DEPTH=depth, BLOCK=block, LARGEST=LARGEST, SMALLEST=SMALLEST,
-            num_warps=min(max(block // 1024, 1), 16), **OVERLAPPED,
-        )  # fmt: skip
-    return values, scales
-
-
-def many_rows(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """[rows, outputs] in the type of x."""
-    if weight.scales.shape[1] > 1 or x.dtype != torch.bfloat16 or any(size % ALIGNED for size in weight.shape):
-        return torch.nn.functional.linear(x, weight.dense(x.dtype), bias)
-    values, scales = round_rows(x)
-    if not x.is_cuda:  # in Triton's interpreter
-        product = (values.float() @ weight.values.float().T) * scales * weight.scales.T
-        return (product if bias is None else product + bias.float()).to(x.dtype)
-    return torch._scaled_mm(
-        values, weight.values.T, scale_a=scales, scale_b=weight.scales.T, bias=bias, out_dtype=x.dtype
-    )

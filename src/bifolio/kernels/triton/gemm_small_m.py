@@ -29,6 +29,7 @@ def _few_rows_kernel(
     x: tl.tensor,  # [rows, depth], or its tensor descriptor
     weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its tensor descriptor
     scales: tl.tensor,  # f32[outputs (times 2 if gated), groups of columns]  of an FP8 weight
+    x_scales: tl.tensor,  # f32[rows]  of x in FP8
     bias: tl.tensor,
     residual: tl.tensor,  # [rows, outputs]
     out: tl.tensor,  # [rows, outputs]
@@ -49,6 +50,7 @@ def _few_rows_kernel(
     SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,  # columns that share a scale, `BLOCK` or all; 0: no scales
+    X_SCALED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     X_DESCRIBED: tl.constexpr,
 ) -> None:
@@ -95,6 +97,10 @@ def _few_rows_kernel(
         sums *= row_scale(scales, output, output_exists)[None, :]
         if ACTIVATION >= 0:
             up_sums *= row_scale(scales, output + num_outputs, output_exists)[None, :]
+    if X_SCALED:
+        x_scale = row_scale(x_scales, row, row_exists)[:, None]
+        sums *= x_scale
+        up_sums *= x_scale
     finish(
         sums, up_sums, output[None, :], place, inside, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
@@ -116,6 +122,12 @@ def _multiply(
         sums += tl.dot(weights, tl.trans(values), input_precision=PRECISION) * scale[:, None]
     elif GROUPED:
         sums += tl.dot(values, tl.trans(weights), input_precision=PRECISION) * scale[None, :]
+    elif values.dtype == tl.float8e4nv:  # tensor cores keep few bits of sums of FP8: they are moved to f32 soon
+        IMPRECISE: tl.constexpr = 128 if weights.shape[1] > 128 else weights.shape[1]
+        if SWAPPED:
+            sums = tl.dot(weights, tl.trans(values), sums, max_num_imprecise_acc=IMPRECISE)
+        else:
+            sums = tl.dot(values, tl.trans(weights), sums, max_num_imprecise_acc=IMPRECISE)
     elif SWAPPED:
         sums = tl.dot(weights, tl.trans(values), sums, input_precision=PRECISION)
     else:
@@ -171,6 +183,7 @@ def few_rows(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
+    x_scales: torch.Tensor | None = None,  # f32[rows, 1]  of x in FP8
     fixed: bool = False,  # results of a row do not depend on the number of rows
 ) -> torch.Tensor:
     """[rows, outputs]"""
@@ -194,6 +207,7 @@ def few_rows(
         describe(x, rows, tile.depth) if by_copy_engine else x,
         describe(values, tile.outputs, tile.depth) if tile.described else values,
         scales,
+        scales if x_scales is None else x_scales,
         values if bias is None else bias,
         x if residual is None else residual,
         out,
@@ -211,6 +225,7 @@ def few_rows(
         SWAPPED=tile.swapped,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         GROUP=group,
+        X_SCALED=x_scales is not None,
         DESCRIBED=tile.described,
         X_DESCRIBED=by_copy_engine,
         num_warps=tile.warps,

@@ -25,7 +25,7 @@ import triton
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
-from bifolio.kernels.triton import fp8
+from bifolio.kernels.triton import fp8, fp8_rows
 from bifolio.kernels.triton.epilogue import fused
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
@@ -256,7 +256,7 @@ class PackedWeights:
         """Multiply many rows by cuBLAS, after dequantising a quantised weight."""
         weight = None if linear.prepared is None else linear.prepared[0]
         if isinstance(weight, Fp8Weight):
-            return fp8.many_rows(x, weight, linear.prepared[1])
+            return fp8_rows.many_rows(x, weight, linear.prepared[1])
         if not isinstance(weight, QuantisedWeight):
             result: torch.Tensor = self._torch.linear(x, linear)
             return result
