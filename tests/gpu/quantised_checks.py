@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 from check_bench import Bench, Check, relative_error
 
 from bifolio.kernels.interface import Linear, Norm
+from bifolio.kernels.triton import fp8_rows
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
+from bifolio.model.huggingface.scaled_tensors import _decoded
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.fp8 import DenseToFp8, Fp8Tensor
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
 
@@ -30,12 +33,46 @@ LARGE_SHAPES = [
 ]
 
 
+FP8_SHAPES = [(1, 33, 96), (3, 70, 160), (65, 32, 64), (1, 48, 384), (5, 48, 384), (65, 48, 384)]
+LARGE_FP8_SHAPES = [(1, 6144, 4096), (1, 4096, 14336), (9, 6144, 4096), (64, 4096, 4096), (256, 4096, 14336)]
+FP8_KINDS = {"rows": (1, None), "tensor": (None, None), "groups": (128, 128)}  # rows and columns of a block; None: all
+
+
+def fp8_checks() -> Iterator[Check]:
+    """Rows of x are rounded where there are many."""
+    for kind in (*FP8_KINDS, "dense"):
+        for shape in (*FP8_SHAPES, *LARGE_FP8_SHAPES):
+            for extra in EXTRAS:
+                error = partial(fp8_error, kind=kind, shape=shape, extra=extra)
+                yield Check(f"linear FP8 {kind} {'x'.join(map(str, shape))} {extra}", error, shape in LARGE_FP8_SHAPES)
+
+
+def fp8_matrix(bench: Bench, kind: str, rows: int, columns: int) -> QuantizedTensor:
+    """Scales are powers of two, so that the reference's weights in bfloat16 are exact."""
+    values = bench.normal(rows, columns, scale=columns**-0.5).float().cpu()
+    if kind == "dense":
+        rounded = (values * 448 / values.abs().amax(dim=1, keepdim=True)).to(torch.float8_e4m3fn).float() / 512
+        return DenseToFp8(QuantizedTensor.from_array(rounded.numpy()).converted(QuantFormat.BF16))
+    height, width = (size or whole for size, whole in zip(FP8_KINDS[kind], (rows, columns), strict=True))
+    stored = (values * (448 / values.abs().amax())).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    exponents = np.random.default_rng(rows).integers(-12, -8, (-(-rows // height), -(-columns // width)))
+    return Fp8Tensor("w", stored, np.exp2(exponents).astype(np.float32), (height, width), partial(_decoded, "w"))
+
+
+def fp8_error(bench: Bench, *, kind: str, shape: tuple[int, int, int], extra: str) -> float:
+    """Many rows are rounded to three bits of mantissa instead of seven."""
+    is_rounded = fp8_rows.rounds(shape[0], bench.kernels.dtype) and not bench.kernels.deterministic
+    error = product_error(bench, matrix=partial(fp8_matrix, bench, kind), shape=shape, extra=extra)
+    return error / 8 if is_rounded else error
+
+
 def quantised_checks() -> Iterator[Check]:
+    yield from fp8_checks()
     for format in KINDS:
         for shape in (*SHAPES, *LARGE_SHAPES):
             for extra in EXTRAS:
                 name = f"linear {format.name} {'x'.join(map(str, shape))} {extra}"
-                error = partial(product_error, format=format, shape=shape, extra=extra)
+                error = partial(quantised_error, format=format, shape=shape, extra=extra)
                 yield Check(name, error, shape in LARGE_SHAPES)
         for width in (32, 96, 2048):
             name = f"embedding {format.name} {width}"
@@ -49,10 +86,16 @@ def quantised(bench: Bench, format: QuantFormat, rows: int, columns: int) -> Qua
     return QuantizedTensor.quantize(bench.normal(rows, columns, scale=columns**-0.5).float().cpu().numpy(), format)
 
 
-def product_error(bench: Bench, *, format: QuantFormat, shape: tuple[int, int, int], extra: str) -> float:
+def quantised_error(bench: Bench, *, format: QuantFormat, shape: tuple[int, int, int], extra: str) -> float:
+    return product_error(bench, matrix=partial(quantised, bench, format), shape=shape, extra=extra)
+
+
+def product_error(
+    bench: Bench, *, matrix: Callable[[int, int], QuantizedTensor], shape: tuple[int, int, int], extra: str
+) -> float:
     kernels, reference = bench.kernels, bench.reference
     rows, outputs, depth = shape
-    parts = tuple(quantised(bench, format, outputs, depth) for _ in range(2 if extra in ("gated", "bias") else 1))
+    parts = tuple(matrix(outputs, depth) for _ in range(2 if extra in ("gated", "bias") else 1))
     biases = (bench.normal(outputs).float().cpu().numpy(), None) if extra == "bias" else (None,) * len(parts)
     ours = kernels.prepare_linear(Linear(parts, biases))
     theirs = reference.prepare_linear(Linear(parts, biases))

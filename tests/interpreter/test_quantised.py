@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bifolio.errors import ModelFileError
 from bifolio.kernels.interface import Linear
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
+from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, QuantisedWeight, pack
 from bifolio.measure.random_models import random_model
+from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import prepare
 from bifolio.quant.convert import convert
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.fp8 import DenseToFp8, Fp8Tensor
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
 from helpers import make_runner, open_entry, random_prompt, run_chunks
@@ -51,6 +56,44 @@ def test_weights_keep_their_bytes_and_tied_ones_lie_in_memory_once() -> None:
     packed = prepared.layers[0].up.prepared[0]
     assert packed.nbytes == sum(part.nbytes for part in source.parts)
     assert prepared.layers[0].up.out_features == source.out_features
+
+
+def test_layers_of_a_dense_model_become_fp8() -> None:
+    """Half of the bytes; head and embedding stay; logits are those of the rounded matrices."""
+    model, kernels = random_model("tiny", "bf16"), TritonKernels("cpu", "f32")
+    rounded = rounded_model(model, "fp8", kernels)
+    assert rounded.digest() != model.digest()
+    prepared = prepare(rounded.weights, kernels)
+    assert isinstance(prepared.embedding, torch.Tensor)
+    assert isinstance(prepared.head.prepared[0], torch.Tensor)
+    dense: list[Any] = []
+    for layer, source in zip(prepared.layers, model.weights.layers, strict=True):
+        values: dict[str, Linear] = {}
+        for name in ("qkv", "output", "up", "down"):
+            weight, parts = getattr(layer, name).prepared[0], getattr(source, name).parts
+            assert isinstance(weight, Fp8Weight)
+            assert weight.values.numel() == sum(part.nbytes for part in parts) // 2
+            rows = torch.split(weight.dense(torch.float32), [part.shape[0] for part in parts])
+            for row, part in zip(rows, parts, strict=True):
+                torch.testing.assert_close(row, torch.from_numpy(part.dequantize()), atol=0.01, rtol=0.07)
+            arrays = tuple(QuantizedTensor.from_array(row.numpy()) for row in rows)
+            values[name] = replace(getattr(source, name), parts=arrays)
+        dense.append(replace(source, **values))
+    expected = replace(model, weights=replace(model.weights, layers=tuple(dense)))
+    tokens, logits = random_prompt(9, seed=4, vocab_size=500), list[np.ndarray]()
+    for each, own in ((expected, TorchKernels("cpu")), (rounded, kernels)):
+        runner, blocks = make_runner(each, kernels=own)
+        logits.append(run_chunks(runner, open_entry(runner, blocks), tokens, 8))
+    np.testing.assert_allclose(logits[1], logits[0], atol=2e-4, rtol=1e-4)
+
+
+def test_values_that_are_no_numbers_are_refused_by_name() -> None:
+    kernels = TritonKernels("cpu", "f32")
+    broken = Fp8Tensor("mlp.weight", np.full((4, 32), 0x7F, np.uint8), np.ones((4, 1), np.float32), (1, 32), len)
+    dense = QuantizedTensor(QuantFormat.BF16, np.full((4, 64), 0xFF, np.uint8), (4, 32), "mlp.weight")
+    for part in (broken, DenseToFp8(dense)):
+        with pytest.raises(ModelFileError, match=r"'mlp\.weight' contains values that are not numbers"):
+            kernels.prepare_linear(Linear((part,), (None,)))
 
 
 def test_parts_of_different_formats_are_dequantised() -> None:

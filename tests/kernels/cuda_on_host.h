@@ -197,6 +197,7 @@ static u8 *shared_place(u32 address, u32 bytes) {
 }
 static uint4 shared_load(u32 address) { return *(uint4 *)shared_place(address, 16); }
 static uint2 shared_pair(u32 address) { return *(uint2 *)shared_place(address, 8); }
+static u32 shared_word(u32 address) { return *(u32 *)shared_place(address, 4); }
 
 static void start_barrier(u32 barrier, u32 arrivals) {
     shared_place(barrier, 8);
@@ -242,6 +243,15 @@ static void peer_store(float *target, int rank, float value) {
 
 static float low(u32 pair) { return __uint_as_float(pair << 16); }
 static float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+struct float2 {
+    float x, y;
+};
+static float e4m3(u32 byte) {  // with 4 bits of exponent and 3 of mantissa
+    int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return byte & 128 ? -size : size;
+}
+static float2 fp8_pair(u32 word) { return {e4m3(word & 255), e4m3(word >> 8 & 255)}; }
 static u32 rounded(float value) {  // to bf16, to the nearest even
     u32 bits = __float_as_uint(value);
     return value != value ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;

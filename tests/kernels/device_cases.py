@@ -14,13 +14,15 @@ from bifolio.config import CacheConfig
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
-from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, SlotSizes
+from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, Linear, SlotSizes
 from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.select import CANDIDATES
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.draft_head import prepare_head
 from bifolio.model.eagle import load_eagle
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.fp8 import DenseToFp8
+from bifolio.quant.tensor import QuantizedTensor
 from bifolio.sampling_params import SamplingParams
 from draft_heads import eagle_folder
 from helpers import log_softmax, make_runner, random_prompt, tiny_loaded
@@ -108,6 +110,18 @@ def activation_planes(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     assert kernels.activation_planes in (0, 1, 2)
     assert kernels.activation_planes == 0 or any(format.is_quantized for format in kernels.formats)
     return ()
+
+
+@case("stores_fp8")
+def stores_fp8(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A set that stores FP8 takes half of the bytes of bfloat16, and multiplies as the dense matrix."""
+    values = np.eye(32, 64, dtype=np.float32)  # exact in FP8
+    dense = QuantizedTensor.from_array(values).converted(QuantFormat.BF16)
+    linear = kernels.prepare_linear(Linear((DenseToFp8(dense),), (None,)))
+    if kernels.stores_fp8:
+        assert linear.prepared[0].values.nbytes == values.size
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    return (kernels.to_host(kernels.linear(kernels.from_host(x), linear)),)
 
 
 @case("launches_ahead")

@@ -122,6 +122,11 @@ def test_a_product(rows: int, depth: int, extra: str) -> None:
     check_product(rows, depth, extra)
 
 
+@pytest.mark.parametrize(("rows", "depth", "extra"), [(64, 96, "norm"), (24, 2048, "gated"), (13, 144, "residual")])
+def test_a_product_with_weights_in_fp8(rows: int, depth: int, extra: str) -> None:
+    check_product(rows, depth, extra, is_fp8=True)
+
+
 @pytest.mark.parametrize(("rows", "depth", "ring"), [(176, 128, 10_000), (140, 264, 4_500)])
 def test_a_ring_that_is_filled_again_and_again(
     rows: int, depth: int, ring: int, monkeypatch: pytest.MonkeyPatch
@@ -138,21 +143,25 @@ def test_a_ring_that_is_filled_again_and_again(
         row_product.plan_of.cache_clear()
 
 
-def check_product(rows: int, depth: int, extra: str) -> None:
+def check_product(rows: int, depth: int, extra: str, *, is_fp8: bool = False) -> None:
     gated = extra == "gated"
     weight, stream = (
         normal(1, rows * (2 if gated else 1), depth, scale=depth**-0.5),
         normal(2, 1, depth, dtype=torch.float32),
     )
+    scales = None
+    if is_fp8:
+        weight, scales = (weight * 64).to(torch.float8_e4m3fn), normal(6, weight.shape[0], dtype=torch.float32).abs()
     norm = None if extra == "residual" else Norm(normal(3, depth), None, 1e-5)
     x = stream.to(torch.bfloat16) if extra == "residual" else stream
     bias = normal(4, weight.shape[0], dtype=torch.float32) if extra in ("bias", "gated") else None
     residual = normal(5, 1, rows, dtype=torch.float32) if extra == "residual" else None
     out = row_product.row_product(
         x, weight, norm=norm, bias=bias, residual=residual, activation=0 if gated else -1,
-        out_dtype=torch.float32, num_processors=PROCESSORS,
+        out_dtype=torch.float32, num_processors=PROCESSORS, row_scales=scales,
     )  # fmt: skip
-    expected = (x.float() if norm is None else REFERENCE.norm(x, norm)) @ weight.float().T
+    dense = weight.float() if scales is None else weight.float() * scales[:, None]
+    expected = (x.float() if norm is None else REFERENCE.norm(x, norm)) @ dense.T
     expected = expected if bias is None else expected + bias
     if gated:
         expected = torch.nn.functional.silu(expected[:, :rows]) * expected[:, rows:]

@@ -22,6 +22,7 @@ from bifolio.kernels.triton import (
     cache,
     decode,
     device_state,
+    fp8_rows,
     gemm_small_m,
     gemm_tuning,
     gemv,
@@ -111,7 +112,7 @@ PREFILL = {
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
-    "X_DESCRIBED": False,
+    "X_DESCRIBED": False, "GROUP": 0, "X_SCALED": False,
 }  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, DECODE, 2),
@@ -129,7 +130,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "one row": (
         gemv._one_row_kernel,
-        {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True},
+        {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True, "GROUP": 0},
         4,
     ),
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
@@ -187,12 +188,28 @@ for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1", "MXFP4")):
     )  # fmt: skip
 
 
+for group in (128, 4096):  # columns of an FP8 weight that share a scale; all of a row have one
+    fp8_row = {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True, "GROUP": group, "ACTIVATION": 0}
+    CASES[f"one row FP8 {group}"] = (gemv._one_row_kernel, fp8_row, 4)
+    CASES[f"few rows FP8 {group}"] = (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group}, 4)
+    CASES[f"some rows FP8 {group}"] = (
+        gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group, "X_SCALED": True}, 4,
+    )  # fmt: skip
+CASES["rows in FP8"] = (
+    fp8_rows._round_rows_kernel, {"DEPTH": 14336, "BLOCK": 16384, "LARGEST": 448.0, "SMALLEST": 1e-12}, 16,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
     stored = {0: "*i8", 1: "*u8", 2: "*u8", 3: "*u8"}.get(constants.get("KIND", -1), kind("values"))
     factors = "*u8" if constants.get("KIND") == 3 else "*fp16"
     kinds = {"values": stored, "scales": factors, "minima": factors, "factor": "fp32"}
+    if "FP8" in name:
+        kinds = {"values": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32", "weight": "*fp8e4nv"}
+        if name.startswith("some"):
+            kinds["x"] = "*fp8e4nv"
     signature = {a: "constexpr" if a in constants else kinds.get(a, kind(a)) for a in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})

@@ -43,6 +43,7 @@ class EngineOptions:
     poison_free_blocks: bool
     warm_up: bool
     speculative: SpeculativeConfig | None
+    quantization: str | None = None  # of dense layers on a GPU
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class EngineOptions:
         settings = {
             "model": str(model.path), "kernels": kernels.name, "device": kernels.device, "exact": config.deterministic,
             "threads": self._threads(threads), "activations": activations, "dtype": weight_dtype(self.dtype),
+            "quantization": self.quantization,
             "num_blocks": num_blocks, "memory": memory, "utilisation": utilisation, **engine_settings(config),
         }  # fmt: skip
         return RankTeam(kernels, size, most, settings)

@@ -26,7 +26,7 @@ from bifolio.api.prompts import (
 )
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.stream import TokenStream
-from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from
+from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import NUMERICS, SpeculativeConfig
 from bifolio.engine.build import build_engine
@@ -37,6 +37,7 @@ from bifolio.kernels.interface import KernelSet
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
+from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import OnLoad
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
@@ -52,12 +53,23 @@ class LLM:
     of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
     `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
     kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
+<<<<<<< HEAD
     they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
     repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
     always does. `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles
     a GPU's kernels and captures its decode steps before the first request. Sizes that are not given are small on the
     CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name
     (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are prepared.
+=======
+    they lie in the file. `quantization="fp8"` stores the layers of a dense model in FP8 on a GPU. `kv_cache_dtype` is
+    the type of the cache. `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for
+    output that depends on the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size`
+    processes share the model, each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its
+    decode steps before the first request. `state_checkpoint_tokens` is the spacing of checkpoints of hybrid models, at
+    which later requests can begin. Sizes that are not given are small on the CPU and large on a GPU
+    (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
+    called with (layers prepared, layers in all) while weights are prepared.
+>>>>>>> fp8
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class LLM:
         model: str | Path | LoadedModel | None = None,
         *,
         dtype: Any = "auto",
+        quantization: str | None = None,
         kv_cache_dtype: str = NUMERICS.kv_dtype,
         seed: int | None = None,
         block_size: int | None = None,
@@ -104,7 +117,7 @@ class LLM:
             token_budget=max_num_batched_tokens if token_budget is None else token_budget,
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
         )  # fmt: skip
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)
@@ -115,8 +128,9 @@ class LLM:
         }
         draft = options.draft_model(self.model)
         team = options.team(self.model, kernel_set, config, threads=threads, activations=activations, **sizes)
+        rounded = rounded_model(self.model, options.quantization, kernel_set)
         self.plan, engine = build_engine(
-            self.model, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
+            rounded, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
         self._seeds = None if seed is None else random.Random(seed)

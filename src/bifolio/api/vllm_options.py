@@ -26,7 +26,7 @@ CACHE_DTYPES = {"float32": "f32", "float16": "f16", "half": "f16", "bfloat16": "
 IGNORED = {
     "trust_remote_code": "bifolio never runs code of a model's repository",
     "enforce_eager": "decode steps on a GPU are always captured as CUDA graphs",
-    "quantization": "the format follows from the file",
+    "state_checkpoint_tokens": "checkpoints are spaced by the size of the states",
     "tokenizer": "the tokenizer comes with the model",
     "tokenizer_mode": "there is one kind of tokenizer",
     "tokenizer_revision": "revisions are chosen by `bifolio pull`",
@@ -45,6 +45,7 @@ IGNORED = {
     "generation_config": "the model's sampling defaults are always used where a call passes none",
     "compilation_config": "kernels are compiled ahead or on first use",
 }
+FILE_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4")  # quantization=
 ALWAYS_ON = ("enable_chunked_prefill",)  # False is warned about as well
 _SAME = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
          "runner": "generate", "skip_tokenizer_init": False, "enable_lora": False}  # fmt: skip
@@ -62,6 +63,16 @@ def weight_dtype(dtype: Any) -> str | None:
         names = "auto, bfloat16, float16, half, float32 or float"
         raise ConfigError(f"dtype is {names}, not {name!r}; the type of the cache is kv_cache_dtype")
     return WEIGHT_DTYPES[name]
+
+
+def weight_quantization(name: Any) -> str | None:
+    """The rounding of dense weights; None: they stay as they are. Formats of files are warned about."""
+    if name in (None, "auto"):
+        return None
+    if name not in FILE_FORMATS:
+        return str(name)
+    warnings.warn(f"quantization={name!r} has no effect: the format follows from the file", UserWarning, stacklevel=3)
+    return None
 
 
 def cache_dtype(dtype: Any, kv_cache_dtype: str, usual: KVDtype) -> KVDtype:

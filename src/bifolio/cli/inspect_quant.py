@@ -17,9 +17,10 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
 
     from bifolio.kernels.cpu import CPU_FORMATS, PACKINGS
     from bifolio.model.huggingface.integer_weights import CODES, PACKED_CODES, ZEROS
-    from bifolio.model.huggingface.scaled_tensors import FP8, READ_AS
+    from bifolio.model.huggingface.scaled_tensors import FP8
     from bifolio.quant.convert import target_format
     from bifolio.quant.formats import QuantFormat
+    from bifolio.quant.fp8 import READ_AS
 
     rows: dict[tuple[str, bool], dict[str, Any]] = {}
     for tensor in tensors:

@@ -84,6 +84,10 @@ Dtype = Annotated[
         "--dtype", help="Type of dense weights on a GPU: auto, bfloat16, float16 or float32.", advanced=True
     ),
 ]
+Quantization = Annotated[
+    str | None,
+    commands.option("--quantization", help="On a GPU: fp8 stores layers of dense models in 8 bits.", advanced=True),
+]
 Activations = Annotated[
     str,
     commands.option(
@@ -167,6 +171,7 @@ class Engine(Numerics):
     block_size: AnyBlockSize = None
     chunk_size: AnyChunkSize = None
     dtype: Dtype = "auto"
+    quantization: Quantization = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
 

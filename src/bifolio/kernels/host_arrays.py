@@ -29,6 +29,7 @@ class HostArrays:
     kv_dtype: KVDtype = "f32"
     deterministic = True
     launches_ahead = False
+    stores_fp8 = False
     activation_planes = 0
     ranks: Ranks | None = None
 

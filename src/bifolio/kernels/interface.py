@@ -198,6 +198,7 @@ class KernelSet(Operations, Protocol):
     formats: frozenset[QuantFormat]  # used by `prepare_linear` and `prepare_embedding` without conversion
     kv_dtype: KVDtype  # default type of the cache
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
+    stores_fp8: bool  # weights in FP8 are multiplied as they are, and dense ones can be rounded to it
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
     ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model

@@ -44,6 +44,7 @@ class TorchArrays:
 
     array_backend = "torch"
     launches_ahead = False
+    stores_fp8 = False
     activation_planes = 0
     ranks: Ranks | None = None
 

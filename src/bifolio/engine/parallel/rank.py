@@ -29,6 +29,7 @@ from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
+from bifolio.model.weight_rounding import rounded_model
 
 logger = logging.getLogger(__name__)
 HOUR = 3600.0
@@ -44,6 +45,7 @@ class Settings:
     threads: int
     activations: str
     dtype: str | None
+    quantization: str | None
     exact: bool
     cache: dict[str, Any]  # of CacheConfig
     engine: dict[str, Any]  # of EngineConfig, without its cache and speculation
@@ -175,7 +177,8 @@ def own_device(device: str, rank: int) -> str:
 
 
 def _part(settings: Settings, kernels: KernelSet, config: EngineConfig) -> tuple[LoadedModel, int]:
-    model = shard_model(load_model(settings.model), kernels, settings.rank, settings.size, exact=settings.exact)
+    model = rounded_model(load_model(settings.model), settings.quantization, kernels)
+    model = shard_model(model, kernels, settings.rank, settings.size, exact=settings.exact)
     model, plan = plan_rank(
         model, config, kernels, num_blocks=settings.num_blocks, memory=settings.memory, utilisation=settings.utilisation
     )

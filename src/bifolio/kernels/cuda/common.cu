@@ -34,6 +34,12 @@ __device__ __forceinline__ uint2 shared_pair(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ u32 shared_word(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -102,6 +108,15 @@ __device__ __forceinline__ void peer_store(float *target, int rank, float value)
 // The numbers of a pair of bf16.
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// The two E4M3 numbers in the lower half of a word.
+__device__ __forceinline__ float2 fp8_pair(u32 word) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)word));
+    float2 v;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
+    return v;
+}
 
 __device__ __forceinline__ u32 round_pair(float low, float high) {
     u32 pair;

@@ -1,4 +1,4 @@
-// A row times a bf16 matrix, with the operations before and after:
+// A row times a matrix in bf16, or in FP8 (E4M3) with a scale for each row, with the operations before and after:
 //
 //     out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
 //
@@ -13,12 +13,13 @@
 //
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
-// HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts).
+// HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts).
 constexpr bool IS_GATED = ACTIVATION >= 0;
 constexpr bool IS_UP = CHOICES > 0 && IS_GATED, IS_DOWN = CHOICES > 0 && !IS_GATED;  // of experts
 constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;             // of a unit
 constexpr int SEGMENT = IS_DOWN ? DEPTH / CHOICES : DEPTH;      // columns of a matrix
-constexpr int ROW_BYTES = SEGMENT * 2;
+constexpr int BYTES = IS_FP8 ? 1 : 2;                            // of a weight
+constexpr int ROW_BYTES = SEGMENT * BYTES;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
 constexpr int THREADS = WARPS * 32;
@@ -60,7 +61,7 @@ struct Lanes {
     }
     __device__ __forceinline__ static bool exists(int p) { return DEPTH % (WARPS * SPAN) == 0 || column(p) < DEPTH; }
     __device__ __forceinline__ static u32 place(int p) {  // in a unit
-        return column(p) / SEGMENT * (UNIT * PITCH) + column(p) % SEGMENT * 2;
+        return column(p) / SEGMENT * (UNIT * PITCH) + column(p) % SEGMENT * BYTES;
     }
 
     __device__ __forceinline__ void read_factors(const void *source) {
@@ -85,6 +86,17 @@ struct Lanes {
 
     __device__ __forceinline__ static float multiply_row(const Values<VECTOR> &x, u32 address, float sum) {
         u32 words[VECTOR / 2];
+        if (IS_FP8) {
+            uint2 found{0, 0};
+            if (VECTOR == 8) found = shared_pair(address);
+            else found.x = shared_word(address);
+#pragma unroll
+            for (int i = 0; i < VECTOR; i += 2) {
+                float2 two = fp8_pair((i < 4 ? found.x : found.y) >> (i % 4 * 8));
+                sum = fmaf(two.y, x.v[i + 1], fmaf(two.x, x.v[i], sum));
+            }
+            return sum;
+        }
         if (VECTOR == 8) {
             uint4 found = shared_load(address);
             words[0] = found.x, words[1] = found.y, words[VECTOR / 2 - 2] = found.z, words[VECTOR / 2 - 1] = found.w;
@@ -202,7 +214,7 @@ template <class A, class B> struct Either<false, A, B> {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
-    const float *shares, void *out, int outputs, int units, float eps) {
+    const float *shares, void *out, int outputs, int units, float eps, const float *row_scales) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
@@ -217,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     auto fetch = [&](int i) {
         u32 slot = ring + i % STAGES * UNIT_BYTES, barrier = full + i % STAGES * 8;
         int unit = blockIdx.x + i * gridDim.x;
-        if (lane == 0) expect_bytes(barrier, UNIT * DEPTH * 2);
+        if (lane == 0) expect_bytes(barrier, UNIT * DEPTH * BYTES);
         __syncwarp();
         if (IS_DOWN) {
             const u8 *rows = weight + ((u64)chosen * outputs + unit * UNIT) * ROW_BYTES;
@@ -257,10 +269,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
 
     Either<BY_TENSOR, Fragments, Lanes>::type part;
     if (IS_NORMED) part.read_factors(scales);
+    int own = threadIdx.x, own_output = (blockIdx.x + own / OUTPUTS * gridDim.x) * OUTPUTS + own % OUTPUTS;
+    float own_scale = 1.0f, up_scale = 1.0f;
+    if (IS_FP8 && own < count * OUTPUTS) {
+        own_scale = row_scales[own_output];
+        if (IS_GATED) up_scale = row_scales[outputs + own_output];
+    }
     wait_inputs();
     if (IS_FIRST) launch_dependents();
     float square = part.read(x), added = 0.0f;
-    int own = threadIdx.x, own_output = (blockIdx.x + own / OUTPUTS * gridDim.x) * OUTPUTS + own % OUTPUTS;
     if (HAS_RESIDUAL && own < count * OUTPUTS) added = residual[own_output];
     if (IS_NORMED) {
 #pragma unroll
@@ -293,11 +310,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) result += from[w];
         result *= factor;
+        if (IS_FP8) result *= own == threadIdx.x ? own_scale : row_scales[output];
         if (HAS_BIAS) result += bias_of(output);
         if (IS_GATED) {
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) up += from[OUTPUTS * WARPS + w];
             up *= factor;
+            if (IS_FP8) up *= own == threadIdx.x ? up_scale : row_scales[outputs + output];
             if (HAS_BIAS) up += bias_of(outputs + output);
             result = gated(result, up, ACTIVATION);
             if (IS_UP) result *= shares[(blockIdx.x + own / OUTPUTS * gridDim.x) / per_expert];

@@ -1,4 +1,4 @@
-"""Launches of `row_product.cu`: one row times a bf16 matrix, whose weights arrive while earlier kernels run."""
+"""Launches of `row_product.cu`: a row times a matrix in bf16 or FP8; its weights arrive while earlier kernels run."""
 
 from __future__ import annotations
 
@@ -35,20 +35,28 @@ class RowPlan:
 
 @cache
 def plan_of(
-    rows: int, depth: int, *, gated: bool, num_processors: int, is_whole: bool = True, ring_bytes: int = 0
+    rows: int,
+    depth: int,
+    *,
+    gated: bool,
+    num_processors: int,
+    is_whole: bool = True,
+    ring_bytes: int = 0,
+    value_bytes: int = 2,
 ) -> RowPlan | None:
     """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot.
 
     Rows that are not whole belong to several matrices. `ring_bytes`: of the units in flight; 0: choose.
+    `value_bytes`: of a weight.
     """
-    if depth % 8 or depth > MOST_DEPTH:
+    if depth * value_bytes % 16 or depth > MOST_DEPTH:
         return None
-    by_tensor = is_whole and depth % 32 == 0 and depth <= TENSOR_DEPTH and rows % 8 == 0
+    by_tensor = is_whole and value_bytes == 2 and depth % 32 == 0 and depth <= TENSOR_DEPTH and rows % 8 == 0
     padding = 64 if by_tensor and depth % 64 == 0 else 0  # as in the source
     best, unit, limit = -1.0, 0, min(UNIT_BYTES, ring_bytes // 2 - 16) if ring_bytes else UNIT_BYTES
     for size in (16, 8) if by_tensor else (8, 4, 2, 1):
         smallest = 8 if by_tensor else 2 if gated else 1
-        if rows % size or size < smallest or (size > smallest and size * (depth * 2 + padding) > limit):
+        if rows % size or size < smallest or (size > smallest and size * (depth * value_bytes + padding) > limit):
             continue
         units = rows // size
         busy = units / (-(-units // num_processors) * num_processors)
@@ -56,7 +64,7 @@ def plan_of(
             best, unit = busy, size
     if not unit:
         return None
-    units, unit_bytes = rows // unit, unit * (depth * 2 + padding)
+    units, unit_bytes = rows // unit, unit * (depth * value_bytes + padding)
     grid = min(units, num_processors)
     count = -(-units // grid)
     sum_bytes = (count * unit + 1) * WARPS * 4
@@ -72,7 +80,7 @@ def plan_of(
 
 def can_multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor,  # [outputs (times 2 if gated), depth]
     *,
     norm: Norm | None,
     residual: torch.Tensor | None,
@@ -80,19 +88,23 @@ def can_multiply(
     num_processors: int,
 ) -> bool:
     """Whether this kernel multiplies such operands, on this device."""
-    if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or x.dtype not in KNOWN:
+    if weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn) or not weight.is_contiguous() or x.dtype not in KNOWN:
         return False
     if norm is not None and (x.dtype != torch.float32 or norm.weight.dtype not in KNOWN):
         return False
     if residual is not None and residual.dtype != torch.float32:
         return False
-    return plan_of(*weight.shape, gated=gated, num_processors=num_processors) is not None and nvrtc.works()
+    plan = plan_of(
+        *weight.shape, gated=gated, num_processors=num_processors, value_bytes=weight.element_size()
+    )  # fmt: skip
+    return plan is not None and nvrtc.works()
 
 
 def row_product(
     x: torch.Tensor,  # [1, depth]
-    weight: torch.Tensor,  # bf16[outputs (times 2 if gated), depth]
+    weight: torch.Tensor,  # bf16 or e4m3[outputs (times 2 if gated), depth]
     *,
+    row_scales: torch.Tensor | None = None,  # f32[outputs (times 2 if gated)]  of FP8
     norm: Norm | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -103,13 +115,15 @@ def row_product(
 ) -> torch.Tensor:
     """[1, outputs]"""
     rows, depth = weight.shape
-    plan = plan_of(rows, depth, gated=activation >= 0, num_processors=num_processors)
+    plan = plan_of(
+        rows, depth, gated=activation >= 0, num_processors=num_processors, value_bytes=weight.element_size()
+    )  # fmt: skip
     if plan is None:
         raise ValueError(f"no plan for {rows} rows of {depth} columns: ask `can_multiply` first")
     out = torch.empty((1, rows // 2 if activation >= 0 else rows), dtype=out_dtype, device=x.device)
     launch(
         plan, x, weight, out, out.shape[1], norm=norm, bias=bias, residual=residual, activation=activation,
-        is_first=is_first,
+        is_first=is_first, row_scales=row_scales,
     )  # fmt: skip
     return out
 
@@ -126,6 +140,7 @@ def launch(
     residual: torch.Tensor | None = None,
     activation: int = -1,
     is_first: bool = False,
+    row_scales: torch.Tensor | None = None,
     routing: Routing | None = None,  # of experts
 ) -> None:
     depth, wide = x.numel(), torch.float32
@@ -136,7 +151,7 @@ def launch(
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
         HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,
-        CHOICES=0 if routing is None else routing.experts.shape[1],
+        IS_FP8=row_scales is not None, CHOICES=0 if routing is None else routing.experts.shape[1],
     )  # fmt: skip
     module.function("row_product").launch(
         (plan.grid,),
@@ -144,7 +159,7 @@ def launch(
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
             x if residual is None else residual, experts, shares, out, outputs, plan.units,
-            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.eps, shares if row_scales is None else row_scales,
         ),
         shared_bytes=plan.shared_bytes,
         pdl=True,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.epilogue import finish, fused, load_residual
+from bifolio.kernels.triton.fp8 import Fp8Weight, group_scale, parts_of, row_scale
 from bifolio.kernels.triton.gemm_tuning import RowTile, few_rows_tile, fixed_tile
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.tma import can_be_described, describe, load_tile
@@ -27,6 +28,8 @@ from bifolio.kernels.triton.tma import can_be_described, describe, load_tile
 def _few_rows_kernel(
     x: tl.tensor,  # [rows, depth], or its tensor descriptor
     weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its tensor descriptor
+    scales: tl.tensor,  # f32[outputs (times 2 if gated), groups of columns]  of an FP8 weight
+    x_scales: tl.tensor,  # f32[rows]  of x in FP8
     bias: tl.tensor,
     residual: tl.tensor,  # [rows, outputs]
     out: tl.tensor,  # [rows, outputs]
@@ -46,6 +49,8 @@ def _few_rows_kernel(
     ACTIVATION: tl.constexpr,
     SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale, `BLOCK` or all; 0: no scales
+    X_SCALED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     X_DESCRIBED: tl.constexpr,
 ) -> None:
@@ -76,16 +81,26 @@ def _few_rows_kernel(
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, X_DESCRIBED)
         weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
-        sums = _multiply(values, weights, sums, SWAPPED, PRECISION)
+        scale = group_scale(scales, output, output_exists, start, DEPTH, GROUP)
+        sums = _multiply(values, weights, scale, sums, SWAPPED, PRECISION, GROUP > 0 and GROUP < DEPTH)
         if ACTIVATION >= 0:
             weights = load_tile(partner, num_outputs + first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
-            up_sums = _multiply(values, weights, up_sums, SWAPPED, PRECISION)
+            scale = group_scale(scales, output + num_outputs, output_exists, start, DEPTH, GROUP)
+            up_sums = _multiply(values, weights, scale, up_sums, SWAPPED, PRECISION, GROUP > 0 and GROUP < DEPTH)
     if SWAPPED:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
     if SPLITS > 1:
         sums, up_sums, is_last = _add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
         inside = inside & is_last
+    if GROUP >= DEPTH:
+        sums *= row_scale(scales, output, output_exists)[None, :]
+        if ACTIVATION >= 0:
+            up_sums *= row_scale(scales, output + num_outputs, output_exists)[None, :]
+    if X_SCALED:
+        x_scale = row_scale(x_scales, row, row_exists)[:, None]
+        sums *= x_scale
+        up_sums *= x_scale
     finish(
         sums, up_sums, output[None, :], place, inside, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
@@ -96,11 +111,24 @@ def _few_rows_kernel(
 def _multiply(
     values: tl.tensor,  # [rows, block]
     weights: tl.tensor,  # [outputs, block]
+    scale: tl.tensor,  # f32[outputs]
     sums: tl.tensor,  # f32[rows, outputs], or the other way round if swapped
     SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr,
 ) -> tl.tensor:
-    if SWAPPED:
+    weights = weights.to(values.dtype)
+    if GROUPED and SWAPPED:
+        sums += tl.dot(weights, tl.trans(values), input_precision=PRECISION) * scale[:, None]
+    elif GROUPED:
+        sums += tl.dot(values, tl.trans(weights), input_precision=PRECISION) * scale[None, :]
+    elif values.dtype == tl.float8e4nv:  # tensor cores keep few bits of sums of FP8: they are moved to f32 soon
+        IMPRECISE: tl.constexpr = 128 if weights.shape[1] > 128 else weights.shape[1]
+        if SWAPPED:
+            sums = tl.dot(weights, tl.trans(values), sums, max_num_imprecise_acc=IMPRECISE)
+        else:
+            sums = tl.dot(values, tl.trans(weights), sums, max_num_imprecise_acc=IMPRECISE)
+    elif SWAPPED:
         sums = tl.dot(weights, tl.trans(values), sums, input_precision=PRECISION)
     else:
         sums = tl.dot(values, tl.trans(weights), sums, input_precision=PRECISION)
@@ -148,22 +176,25 @@ def nearly_fill(num_rows: int, rows: int) -> bool:
 
 def few_rows(
     x: torch.Tensor,  # [rows, depth]
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Weight,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
+    x_scales: torch.Tensor | None = None,  # f32[rows, 1]  of x in FP8
     fixed: bool = False,  # results of a row do not depend on the number of rows
 ) -> torch.Tensor:
     """[rows, outputs]"""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
-    described = can_be_described(x) and can_be_described(weight)
+    values, scales, group = parts_of(weight)
+    described = can_be_described(x) and can_be_described(values)
     if tile is None:
         choose = fixed_tile if fixed else few_rows_tile
         tile = choose(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
+        tile = replace(tile, depth=group) if 0 < group < depth else tile
     if tile.described and not described:
         tile = replace(tile, described=False)
     rows = min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
@@ -174,8 +205,10 @@ def few_rows(
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
     _few_rows_kernel[grid](
         describe(x, rows, tile.depth) if by_copy_engine else x,
-        describe(weight, tile.outputs, tile.depth) if tile.described else weight,
-        weight if bias is None else bias,
+        describe(values, tile.outputs, tile.depth) if tile.described else values,
+        scales,
+        scales if x_scales is None else x_scales,
+        values if bias is None else bias,
         x if residual is None else residual,
         out,
         *_shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
@@ -191,6 +224,8 @@ def few_rows(
         **fused(bias, residual, activation),
         SWAPPED=tile.swapped,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        GROUP=group,
+        X_SCALED=x_scales is not None,
         DESCRIBED=tile.described,
         X_DESCRIBED=by_copy_engine,
         num_warps=tile.warps,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.epilogue import finish, fused, load_residual
+from bifolio.kernels.triton.fp8 import Fp8Weight, parts_of, row_scale, scaled
 from bifolio.kernels.triton.gemm_tuning import RowTile, one_row_tile
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
@@ -22,6 +23,7 @@ from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 def _one_row_kernel(
     x: tl.tensor,  # [depth]
     weight: tl.tensor,  # [outputs (times 2 if gated), depth]
+    scales: tl.tensor,  # f32[outputs (times 2 if gated), groups of columns]  of an FP8 weight
     norm_weight: tl.tensor,  # [depth]
     bias: tl.tensor,
     residual: tl.tensor,  # [outputs]
@@ -32,6 +34,7 @@ def _one_row_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale; 0: no scales
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -51,18 +54,18 @@ def _one_row_kernel(
         first_partner = tl.load(partner + column[None, :], mask=inside, other=0.0)
     wait_for_inputs()
     values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
-    sums += first.to(tl.float32) * values[None, :]
+    sums += scaled(first, scales, row, column, inside, DEPTH, GROUP) * values[None, :]
     if ACTIVATION >= 0:
-        partner_sums += first_partner.to(tl.float32) * values[None, :]
+        partner_sums += scaled(first_partner, scales, row + num_outputs, column, inside, DEPTH, GROUP) * values[None, :]
     for start in tl.range(BLOCK, DEPTH, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
         inside = exists[:, None] & (column < DEPTH)[None, :]
         weights = tl.load(source + column[None, :], mask=inside, other=0.0)
         values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
-        sums += weights.to(tl.float32) * values[None, :]
+        sums += scaled(weights, scales, row, column, inside, DEPTH, GROUP) * values[None, :]
         if ACTIVATION >= 0:
             weights = tl.load(partner + column[None, :], mask=inside, other=0.0)
-            partner_sums += weights.to(tl.float32) * values[None, :]
+            partner_sums += scaled(weights, scales, row + num_outputs, column, inside, DEPTH, GROUP) * values[None, :]
     added = load_residual(residual, row, exists, HAS_RESIDUAL)
     result = tl.sum(sums, axis=1)
     factor = 1.0
@@ -70,6 +73,10 @@ def _one_row_kernel(
         factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / DEPTH + eps)
     result = result * factor
     up = tl.sum(partner_sums, axis=1) * factor
+    if GROUP >= DEPTH:
+        result *= row_scale(scales, row, exists)
+        if ACTIVATION >= 0:
+            up *= row_scale(scales, row + num_outputs, exists)
     finish(
         result, up, row, row, exists, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
@@ -102,7 +109,7 @@ def _normed_values(
 
 def one_row(
     x: torch.Tensor,  # [1, depth]
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Weight,
     *,
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
@@ -116,12 +123,14 @@ def one_row(
     outputs = outputs if activation is None else outputs // 2
     tile = tile or one_row_tile(outputs, depth, activation is not None)
     block = min(tile.depth, triton.next_power_of_2(depth))
+    values, scales, group = parts_of(weight)
     out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
         x,
-        weight,
-        weight if norm is None else norm.weight,
-        weight if bias is None else bias,
+        values,
+        scales,
+        values if norm is None else norm.weight,
+        values if bias is None else bias,
         x if residual is None else residual,
         out,
         outputs,
@@ -130,6 +139,7 @@ def one_row(
         OUTPUTS=tile.outputs,
         BLOCK=block,
         STAGES=tile.stages,
+        GROUP=group,
         HAS_NORM=norm is not None,
         **fused(bias, residual, activation),
         num_warps=tile.warps,

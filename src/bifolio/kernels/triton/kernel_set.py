@@ -67,6 +67,7 @@ class TritonKernels(TorchArrays):
     name = "triton"
     formats = quantised.FORMATS
     launches_ahead = True
+    stores_fp8 = True
 
     def __init__(self, device: str = "cuda", dtype: str = "bf16", *, deterministic: bool = False) -> None:
         super().__init__(device, dtype)

@@ -8,8 +8,9 @@ import torch
 
 from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear
-from bifolio.kernels.triton import norm, quantised
+from bifolio.kernels.triton import fp8, fp8_rows, norm, quantised
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
+from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
@@ -52,6 +53,8 @@ class Products:
         weight = linear.prepared[0]
         if self._deterministic or isinstance(weight, QuantisedWeight):
             return self._deterministic or rows <= quantised.FEW_ROWS
+        if isinstance(weight, Fp8Weight):
+            return rows <= fp8_rows.SOME_ROWS
         gated = len(linear.parts) == 2
         outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         described = rows <= most_rows(gated) and can_be_described(weight)  # not checked for the many rows of a prompt
@@ -68,6 +71,8 @@ class Products:
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
         options: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
         is_packed = isinstance(weight, QuantisedWeight)
+        if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
+            return fp8_rows.some_rows(tensor(product.x), weight, **options)
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
@@ -77,15 +82,17 @@ class Products:
             x = tensor(product.x)
         if is_packed:
             return quantised.one_row(x, weight, **options)
-        if self._num_processors:
+        values, scales, group = fp8.parts_of(weight)
+        if self._num_processors and group in (0, values.shape[1]):
             own: dict[str, Any] = {
                 "norm": options.get("norm"), "residual": residual, "num_processors": self._num_processors,
             }  # fmt: skip
-            if can_multiply(x, weight, gated=activation is not None, **own):
+            if can_multiply(x, values, gated=activation is not None, **own):
                 kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
                 is_first, self.begins_pass = self.begins_pass, False
                 return row_product(
-                    x, weight, bias=bias, activation=kind, out_dtype=out_dtype, is_first=is_first, **own
+                    x, values, row_scales=scales if group else None, bias=bias, activation=kind, out_dtype=out_dtype,
+                    is_first=is_first, **own,
                 )  # fmt: skip
         return one_row(x, weight, **options)
 

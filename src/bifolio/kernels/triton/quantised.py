@@ -25,7 +25,9 @@ import triton
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton import fp8, fp8_rows
 from bifolio.kernels.triton.epilogue import fused
+from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
 from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
@@ -229,6 +231,9 @@ class PackedWeights:
 
     def prepare_linear(self, linear: Linear) -> Linear:
         weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
+        if weight is None and fp8.can_store(linear.parts):
+            weight = fp8.store(linear.parts, self._torch.device)
+            release(linear.parts)
         if weight is None:
             parts = tuple(convert(part, FORMATS, quickly_converted) for part in linear.parts)
             if not usable(parts):
@@ -250,6 +255,8 @@ class PackedWeights:
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """Multiply many rows by cuBLAS, after dequantising a quantised weight."""
         weight = None if linear.prepared is None else linear.prepared[0]
+        if isinstance(weight, Fp8Weight):
+            return fp8_rows.many_rows(x, weight, linear.prepared[1])
         if not isinstance(weight, QuantisedWeight):
             result: torch.Tensor = self._torch.linear(x, linear)
             return result

@@ -24,10 +24,10 @@ ALIGNMENT = 16  # bytes: of the matrix, and of its rows
 
 
 def can_be_described(matrix: torch.Tensor) -> bool:
-    """Whether the device has TMA and can load this matrix with it (16-bit values, aligned)."""
+    """Whether the device has TMA and can load this matrix with it (values of 8 or 16 bits, aligned)."""
     size = matrix.element_size()
     return (
-        size == 2
+        size <= 2
         and matrix.stride(1) == 1
         and matrix.stride(0) * size % ALIGNMENT == 0
         and matrix.data_ptr() % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""Weights of folders in FP8: bytes of the type E4M3 and the scales of their blocks or rows, read as bfloat16.
+"""Weights of folders in FP8: bytes of the type E4M3 and the scales of their blocks or rows.
 
 name.weight             F8_E4M3[rows, columns]
 name.weight_scale_inv   [rows / 128, columns / 128], or
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +18,10 @@ from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedMo
 from bifolio.kernels.cpu import decode_fp8
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import Tensors
-from bifolio.quant.formats import QuantFormat
-from bifolio.quant.late_tensor import LateTensor
+from bifolio.quant.fp8 import Fp8Tensor
 from bifolio.quant.tensor import QuantizedTensor
 
 FP8 = "F8_E4M3"
-READ_AS = QuantFormat.BF16
 USUAL_BLOCK = (128, 128)
 SUFFIXES = ("_scale_inv", "_scale")
 VALUES_AT_ONCE = 1 << 16  # they stay in the cache of a core
@@ -85,7 +84,7 @@ class FolderMap(Mapping[str, QuantizedTensor]):
 
 def _scaled(
     name: str, stored: np.ndarray, shape: tuple[int, ...], scales: np.ndarray, block: tuple[int, int]
-) -> LateTensor:
+) -> Fp8Tensor:
     if len(shape) != 2:
         raise UnsupportedModelError(f"the tensor {name!r} of shape {shape} is stored in FP8: only matrices are read")
     rows, columns = shape
@@ -97,10 +96,11 @@ def _scaled(
     else:
         raise ModelFileError(f"the tensor {name!r} of shape {shape} has FP8 scales of shape {scales.shape}")
     scales = scales.astype(np.float32).reshape(-(-rows // group), -1)
-    return LateTensor(READ_AS, shape, name, stored, lambda: _decoded(name, stored, scales, (group, width)))
+    return Fp8Tensor(name, stored, scales, (group, width), partial(_decoded, name))
 
 
 def _decoded(name: str, stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    stored = np.ascontiguousarray(stored)  # columns of a matrix are a view
     try:
         decoded = decode_fp8(stored, scales, block)
     except MissingDependencyError:
