@@ -53,23 +53,13 @@ class LLM:
     of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
     `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
     kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
-<<<<<<< HEAD
-    they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
-    repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
-    always does. `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles
-    a GPU's kernels and captures its decode steps before the first request. Sizes that are not given are small on the
-    CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name
-    (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are prepared.
-=======
     they lie in the file. `quantization="fp8"` stores the layers of a dense model in FP8 on a GPU. `kv_cache_dtype` is
     the type of the cache. `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for
     output that depends on the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size`
     processes share the model, each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its
-    decode steps before the first request. `state_checkpoint_tokens` is the spacing of checkpoints of hybrid models, at
-    which later requests can begin. Sizes that are not given are small on the CPU and large on a GPU
+    decode steps before the first request. Sizes that are not given are small on the CPU and large on a GPU
     (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
     called with (layers prepared, layers in all) while weights are prepared.
->>>>>>> fp8
     """
 
     def __init__(
