@@ -8,11 +8,22 @@ constexpr int kRegs = 1;
 
 #define EACH for (int i = 0; i < 16; ++i)
 
+// a * b + c, rounded once. Without an instruction for it: the product of two floats is exact in double precision, and the sum is rounded to
+// odd, so that the second rounding, to a float, is that of the exact sum. `error` is the exact difference of both.
 static inline float fma1(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
   return __builtin_fmaf(a, b, c);
 #else
-  return a * b + c;
+  const double product = double(a) * double(b), addend = double(c), sum = product + addend;
+  const double part = sum - product, error = (product - (sum - part)) + (addend - part);
+  int64_t bits;
+  std::memcpy(&bits, &sum, 8);
+  const int64_t is_inexact = error < 0 || error > 0, is_even = ~bits & 1;  // error is NaN where the sum is not finite
+  const int64_t outwards = (error > 0) == (sum > 0) ? 1 : -1;
+  bits += (is_inexact & is_even) * outwards;
+  double odd;
+  std::memcpy(&odd, &bits, 8);
+  return float(odd);
 #endif
 }
 
