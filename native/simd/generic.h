@@ -16,13 +16,10 @@ static inline float fma1(float a, float b, float c) {
 #else
   const double product = double(a) * double(b), addend = double(c), sum = product + addend;
   const double part = sum - product, error = (product - (sum - part)) + (addend - part);
-  int64_t bits;
-  std::memcpy(&bits, &sum, 8);
-  const int64_t is_inexact = error < 0 || error > 0, is_even = ~bits & 1;  // error is NaN where the sum is not finite
-  const int64_t outwards = (error > 0) == (sum > 0) ? 1 : -1;
-  bits += (is_inexact & is_even) * outwards;
-  double odd;
-  std::memcpy(&odd, &bits, 8);
+  const auto bits = __builtin_bit_cast(uint64_t, sum);
+  const uint64_t even = std::fabs(error) > 0 ? ~bits & 1 : 0;  // error is NaN where the sum is not finite
+  const uint64_t inwards = (__builtin_bit_cast(uint64_t, error) ^ bits) >> 63;
+  const auto odd = __builtin_bit_cast(double, bits + even - ((even & inwards) << 1));
   return float(odd);
 #endif
 }
