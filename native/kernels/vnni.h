@@ -18,6 +18,7 @@ template <int Bits, bool Signed, int R>
 static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
   __m512i totals[R];
   for (int r = 0; r < R; ++r) totals[r] = Signed ? broadcast_times<(Bits == 8 ? -128 : -8)>(isum[r]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
   for (int line = 0; line < Bits; ++line) {
     const __m512i packed = _mm512_loadu_si512(w + line * 64);
     if constexpr (Bits == 8) {
@@ -39,6 +40,7 @@ template <bool Signed, int R>
 static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
   __m512i totals[R];
   for (int r = 0; r < R; ++r) totals[r] = Signed ? broadcast_times<-128>(isum[r]) : _mm512_setzero_si512();
+#pragma GCC unroll 4
   for (int line = 0; line < 4; ++line) {
     const __m512i packed = _mm512_loadu_si512(w + line * 64);
     const __m512i weights = Signed ? _mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(0x80))) : packed;
