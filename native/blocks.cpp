@@ -78,7 +78,7 @@ void set_grid(FileFormat format, std::vector<uint8_t> numbers) {
   const int8_t* table = file_block(format).table;
   const size_t width = numbers.size() / grid_rows(format), bits = 16 / width;
   std::vector<int8_t> bytes;
-  for (const uint8_t number : numbers) bytes.push_back(is_iq1 ? int8_t(table[2 * number] + 1) : table[number]);
+  for (const uint8_t number : numbers) bytes.push_back(is_iq1 ? int8_t(8 * number) : table[number]);
   for (size_t row = 0; row < numbers.size(); row += width) {
     unsigned code = 0;
     for (size_t e = 0; e < width; ++e) code |= unsigned(numbers[row + e]) << (e % 2 * 8 + e / 2 * bits);

@@ -102,7 +102,7 @@ struct Coding {
   // Six bits become bytes that are four times too large; the scale corrects it.
   constexpr float unit() const { return bits == 6 && !raised ? 0.25f : 1.0f; }
   // The same with quants that have become bytes.
-  constexpr Coding unpacked() const { return {8, true, false, minima, scales}; }
+  constexpr Coding unpacked() const { return {8, is_signed || table, false, minima, scales}; }
   // Two and three bits are raised as four are, by 8.
   constexpr Coding unpacked_raised() const {
     return bits == 8 || table ? unpacked() : Coding{bits == 6 ? 6 : 4, is_signed, false, minima, scales, true};
@@ -178,6 +178,7 @@ struct Activations {
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
   const int32_t* half_isum;  // [rows][k / 16]  sums of 16 q
+  const float* half_sum;     // [rows / 4][k / 16][4]  scale * half_isum
   // For instruction sets with tiles: x as bfloat16, 32 numbers of sixteen rows (or of all, if there are fewer) together, in the
   // order of KParts; rows and k are padded with zeros.
   const uint16_t* bf16;  // [pieces][16][32]

@@ -11,6 +11,7 @@ namespace {
 
 #define BIFOLIO_FLOAT_ROWS 12
 #define BIFOLIO_INT_ROWS 8
+#define BIFOLIO_FEW_ROWS_BLOCKS 32  // half of the first cache level of many servers
 #define BIFOLIO_OWN_QUANTIZE
 #define BIFOLIO_OWN_EXPAND
 #include "kernels/elementwise.h"

@@ -34,7 +34,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
   }
 }
 
-template <int R>
+template <bool, int R>
 static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
   for (int r = 0; r < R; ++r) {
     int32_t totals[16] = {};

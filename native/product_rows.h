@@ -15,8 +15,9 @@ struct QuantizedRows {
   float *scale, *sum;
   int32_t* isum;
   int32_t* half_isum;  // [rows][k / 16]
+  float* half_sum;     // [rows / 4][k / 16][4]
   int64_t rows, k;
-  bool has_halves;  // half_isum is read: the weights have two scales in a block
+  bool has_halves;  // half_isum and half_sum are read: the weights have two scales in a block
 
   int64_t scale_at(int64_t row, int64_t column) const {
     return (row / kRowGroup * (k / kQuantBlock) + column / kQuantBlock) * kRowGroup + row % kRowGroup;
@@ -33,6 +34,7 @@ struct QuantizedRows {
       int32_t total = 0;
       for (int64_t j = 0; j < 16; ++j) total += q[16 * i + j];
       halves[i] = total;
+      half_sum[2 * at - row % kRowGroup + kRowGroup * i] = scale[at + i / 2 * kRowGroup] * float(total);
     }
   }
 
@@ -44,13 +46,13 @@ struct QuantizedRows {
 
 // Numbers of the scales and sums of rows of k numbers as bytes.
 inline int64_t quantized_scales(int64_t rows, int64_t k) {
-  return round_up(rows, kRowGroup) * (k / kQuantBlock) * 3 + rows * (k / 16);
+  return round_up(rows, kRowGroup) * (k / kQuantBlock) * 5 + rows * (k / 16);
 }
 
 inline QuantizedRows quantized_rows_at(int8_t* bytes, float* scale, int64_t rows, int64_t k, const LinearWeights& next) {
   const int64_t scales = round_up(rows, kRowGroup) * (k / kQuantBlock);
   auto* totals = reinterpret_cast<int32_t*>(scale + 2 * scales);
-  return {bytes, scale, scale + scales, totals, totals + scales, rows, k, next.has_two_scales()};
+  return {bytes, scale, scale + scales, totals, totals + 3 * scales, scale + 3 * scales, rows, k, next.has_two_scales()};
 }
 
 // Memory for rows of k numbers as bytes, which `next` multiplies.
@@ -122,10 +124,11 @@ inline bool needs_floats(const LinearWeights& weights) {
 struct Inputs {
   Activations plain, quantized;
 
-  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
+  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
   void set(const QuantizedRows& rows) {
     quantized.rows = rows.rows;
     quantized.q = rows.bytes, quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum, quantized.half_isum = rows.half_isum;
+    quantized.half_sum = rows.half_sum;
   }
   const Activations& of(Format format) const { return format >= Format::Q8_0 && quantized.q ? quantized : plain; }
 };

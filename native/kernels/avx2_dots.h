@@ -141,7 +141,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 }
 
 // Sixteen bytes of each row against half a block of bytes.
-template <int R>
+template <bool, int R>
 static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
   signed_dots<4, R>(w, x, stride, sums);
 }

@@ -94,7 +94,7 @@ EXPANSION void expand_block(const uint8_t* group, int64_t b, const int8_t* table
           const uint32_t nibbles = number_at<uint32_t>(highs + from / 2 * kPanel + c) << (from % 2 ? 0 : 4);  // its bit is the last of a byte
           const __m256i places = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
           const __m256i minus = _mm256_shuffle_epi8(_mm256_set1_epi32(int32_t(nibbles)), places);
-          return _mm256_add_epi8(values, _mm256_blendv_epi8(_mm256_set1_epi8(1), _mm256_set1_epi8(-1), minus));
+          return _mm256_add_epi8(values, _mm256_blendv_epi8(_mm256_set1_epi8(kIq1Upper), _mm256_set1_epi8(kIq1Lower), minus));
         } else {
           const __m256i minus = bits_to_bytes(signs_of_four<F>(signs, j, c));
           return _mm256_sub_epi8(_mm256_xor_si256(values, minus), minus);

@@ -72,43 +72,40 @@ struct SmallGridBlock {
 // ---- large grids ---------------------------------------------------------------------------------------------------
 
 // Rows of eight values of eight columns. The first row of each 256 bits is loaded, the others are put into their lanes.
+// Numbers are loaded in pairs: units that load are the limit.
 __attribute__((always_inline)) static inline __m512i eight_rows(const int8_t* grid, const uint16_t* numbers) {
-  const auto row = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(grid + 8 * size_t(numbers[i]))); };
+  const auto row = [&](uint32_t number) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(grid + 8 * size_t(number))); };
   const auto four = [&](int i) {
-    __m256i rows = _mm256_castsi128_si256(row(i));
-    rows = _mm256_mask_broadcastq_epi64(rows, 2, row(i + 1));
-    rows = _mm256_mask_broadcastq_epi64(rows, 4, row(i + 2));
-    return _mm256_mask_broadcastq_epi64(rows, 8, row(i + 3));
+    const auto pair = [&](int at) { return number_at<uint32_t>(reinterpret_cast<const uint8_t*>(numbers + i + at)); };
+    const uint32_t first = pair(0), last = pair(2);
+    __m256i rows = _mm256_castsi128_si256(row(first & 0xffff));
+    rows = _mm256_mask_broadcastq_epi64(rows, 2, row(first >> 16));
+    rows = _mm256_mask_broadcastq_epi64(rows, 4, row(last & 0xffff));
+    return _mm256_mask_broadcastq_epi64(rows, 8, row(last >> 16));
   };
   return _mm512_inserti64x4(_mm512_castsi256_si512(four(0)), four(4), 1);
 }
 
-static inline __m256i bytes_to_words(const uint8_t* p) { return _mm256_cvtepu8_epi16(load_bytes(p)); }
-
-// Bits of `mask` after a shift to the left, of sixteen words.
-static inline __m256i high_bits(__m256i words, int left, int mask) {
-  return _mm256_and_si256(_mm256_slli_epi16(words, left), _mm256_set1_epi16(int16_t(mask)));
-}
-
-// Eight values of sixteen columns: those from `begin` to `end` of the four in a block.
+// A block: four times eight values of sixteen columns.
 template <Format F>
 struct LargeGridBlock {
   const uint8_t *own, *signs, *highs;
   const int8_t* grid;
-  alignas(64) uint16_t numbers[4 * kPanel];  // of IQ2_XS the codes of the rows
-  alignas(64) uint64_t negative[8];  // of 8 columns each
 
-  __attribute__((always_inline)) LargeGridBlock(const uint8_t* group, int64_t b, const int8_t* table, int begin, int end)
+  __attribute__((always_inline)) LargeGridBlock(const uint8_t* group, int64_t b, const int8_t* table)
       : own(group + header_bytes(F) + b * quant_bytes(F)), signs(own + quant_bytes(F) - 64),
-        highs(group + compact(F).highs + b * (is_iq1(F) ? 2 : 1) * kPanel), grid(table) {
-#pragma GCC unroll 4
-    for (int j = begin; j < end; ++j) {
+        highs(group + compact(F).highs + b * (is_iq1(F) ? 2 : 1) * kPanel), grid(table) {}
+
+  // The numbers of rows, of IQ2_XS the codes of rows; and (IQ2_XS) the signs of 8 columns each.
+  __attribute__((always_inline)) void number(uint16_t numbers[4 * kPanel], uint64_t negative[8]) const {
+#pragma GCC unroll 2
+    for (int j = 0; j < 4; j += 2) {
+      const __m512i lower = _mm512_cvtepu8_epi16(load_32(own + j * kPanel));
       if constexpr (F != Format::IQ2_XS) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(numbers + j * kPanel), _mm256_or_si256(bytes_to_words(own + j * kPanel), upper(j)));
-      } else if (j % 2 == 0) {  // `begin` is even, and so is `end`
-        const __m512i lower = _mm512_cvtepu8_epi16(load_32(own + j * kPanel));
+        _mm512_store_si512(numbers + j * kPanel, with_upper(lower, j));
+      } else {
         const __m256i bytes = load_32(signs + j * kPanel);
-        const SmallGrid<F> codes{table};
+        const SmallGrid<F> codes{grid};
         _mm512_store_si512(numbers + j * kPanel, _mm512_mask_blend_epi16(_mm256_movepi8_mask(bytes), look_up(codes.codes(), lower),
                                                                          look_up(codes.codes() + 512, lower)));
         _mm256_store_si256(reinterpret_cast<__m256i*>(negative + 2 * j), eight_of(bytes));
@@ -116,10 +113,12 @@ struct LargeGridBlock {
     }
   }
 
-  // The upper bits of numbers.
-  __m256i upper(int j) const {
-    if constexpr (F == Format::IQ2_S) return high_bits(bytes_to_words(highs), 8 - 2 * j, 0x300);
-    return high_bits(bytes_to_words(highs + j / 2 * kPanel), j % 2 ? 4 : 8, 0x700);  // IQ1
+  // Numbers j and j + 1 with their upper bits.
+  __m512i with_upper(__m512i lower, int j) const {
+    const __m512i bytes = _mm512_broadcast_i64x4(_mm256_cvtepu8_epi16(load_bytes(highs + (is_iq1(F) ? j / 2 * kPanel : 0))));
+    const int first = is_iq1(F) ? 8 : 8 - 2 * j, second = is_iq1(F) ? 4 : 6 - 2 * j;  // shifts to the left
+    const __m512i upper = _mm512_sllv_epi16(bytes, _mm512_inserti64x4(_mm512_set1_epi16(int16_t(first)), _mm256_set1_epi16(int16_t(second)), 1));
+    return _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(is_iq1(F) ? 0x700 : 0x300), 0xf8);  // lower | (upper & mask)
   }
 
   // Seven signs in each byte, and the eighth that makes their number even.
@@ -130,10 +129,12 @@ struct LargeGridBlock {
     return _mm256_or_si256(seven, _mm256_and_si256(odd, _mm256_set1_epi8(char(128))));
   }
 
-  __mmask64 minus(int j, int side) const { return F == Format::IQ2_XS ? negative[2 * j + side] : number_at<uint64_t>(signs + j * kPanel + 8 * side); }
+  __mmask64 minus(const uint64_t negative[8], int j, int side) const {
+    return F == Format::IQ2_XS ? negative[2 * j + side] : number_at<uint64_t>(signs + j * kPanel + 8 * side);
+  }
 
-  // Eight values of the columns of a side, without their signs.
-  __attribute__((always_inline)) __m512i values(int j, int side) const {
+  // Eight values of the columns of a side, without their signs; of IQ1 as the grid has them.
+  __attribute__((always_inline)) __m512i values(const uint16_t numbers[4 * kPanel], int j, int side) const {
     if constexpr (F != Format::IQ2_XS) return eight_rows(grid, numbers + j * kPanel + 8 * side);
     const __m512i codes = _mm512_cvtepu16_epi64(_mm_load_si128(reinterpret_cast<const __m128i*>(numbers + j * kPanel + 8 * side)));
     const __m512i four = _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9)));
@@ -141,14 +142,39 @@ struct LargeGridBlock {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes(SmallGrid<F>{grid}.values())), places);
   }
 
-  // IQ1: the difference of values to those of the grid, 1 or -1, and `more`.
-  __m512i difference(int j, int side, int more) const {
-    const int from = F == Format::IQ1_S ? 3 : j;  // the nibble that has its sign
-    const __m512i columns = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(highs + from / 2 * kPanel + 8 * side)));
-    const __mmask8 minus = _mm512_test_epi64_mask(columns, _mm512_set1_epi64(from % 2 ? 0x80 : 0x08));
-    return _mm512_mask_blend_epi64(minus, _mm512_set1_epi8(char(more + 1)), _mm512_set1_epi8(char(more - 1)));
+  // IQ1: columns whose eight values are lower.
+  __mmask16 lower(int j) const {
+    const int from = F == Format::IQ1_S ? 3 : j;  // the nibble that has the bit
+    const __m512i columns = _mm512_cvtepu8_epi32(load_bytes(highs + from / 2 * kPanel));
+    return _mm512_test_epi32_mask(columns, _mm512_set1_epi32(from % 2 ? 0x80 : 0x08));
   }
 };
+
+// The numbers of some blocks.
+template <Format F, int Blocks>
+struct LargeGridNumbers {
+  alignas(64) uint16_t numbers[Blocks][4 * kPanel];
+  alignas(64) uint64_t negative[F == Format::IQ2_XS ? Blocks : 1][8];
+
+  __attribute__((always_inline)) LargeGridNumbers(const uint8_t* group, int64_t begin, const int8_t* table) {
+    for (int b = 0; b < Blocks; ++b) LargeGridBlock<F>(group, begin + b, table).number(numbers[b], negative[F == Format::IQ2_XS ? b : 0]);
+    asm("" : "+m"(numbers));  // GCC would move the numbers of a single block from lane to lane instead of through memory
+  }
+  const uint64_t* signs(int64_t b) const { return negative[F == Format::IQ2_XS ? b : 0]; }
+};
+
+// One row: the work for a group that is done before its blocks are multiplied. The way from bits to numbers to rows of a grid is long: numbers
+// of eight blocks are made at a time, so that the rows of many are loaded at once.
+struct NoNumbers {
+  NoNumbers(const uint8_t*, int64_t, const int8_t*) {}
+};
+template <Format F>
+using GroupNumbers = std::conditional_t<(F >= Format::IQ2_XXS && !has_small_grid(F)), LargeGridNumbers<F, 8>, NoNumbers>;
+
+// IQ1: the difference of values to those of the grid, for eight columns.
+static inline __m512i iq1_difference(unsigned lower) {
+  return _mm512_mask_blend_epi64(__mmask8(lower), _mm512_set1_epi8(kIq1Upper), _mm512_set1_epi8(kIq1Lower));
+}
 
 // Lanes of 32 bits: the even ones of two registers, and the odd ones.
 static inline __m512i even_lanes(__m512i a, __m512i b) {
@@ -182,14 +208,16 @@ EXPANSION void expand_block(const uint8_t* group, int64_t b, const int8_t* table
     const SmallGridBlock<F> block(group, b, table);
     block.each_line([&](int line, __m512i values) __attribute__((always_inline)) { put(line, negated(values, block.negative[line])); });
   } else {
-    const LargeGridBlock<F> block(group, b, table, 0, 4);
+    const LargeGridBlock<F> block(group, b, table);
+    const LargeGridNumbers<F, 1> all(group, b, table);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       __m512i sides[2];
 #pragma GCC unroll 2
       for (int side = 0; side < 2; ++side) {
-        const __m512i values = block.values(j, side);
-        sides[side] = is_iq1(F) ? _mm512_add_epi8(values, block.difference(j, side, 0)) : negated(values, block.minus(j, side));
+        const __m512i values = block.values(all.numbers[0], j, side);
+        if constexpr (is_iq1(F)) sides[side] = _mm512_add_epi8(values, iq1_difference(unsigned(block.lower(j)) >> (8 * side)));
+        else sides[side] = negated(values, block.minus(all.signs(0), j, side));
       }
       put(2 * j, even_lanes(sides[0], sides[1]));
       put(2 * j + 1, odd_lanes(sides[0], sides[1]));
@@ -197,46 +225,87 @@ EXPANSION void expand_block(const uint8_t* group, int64_t b, const int8_t* table
   }
 }
 
-// One row: half `s` of block `b` of a group, or all of it where it has one scale. Values of a grid stay in registers, and the signs of a
-// column are those of the activations: both factors have eight bits. Values of IQ1 are raised by 128.
+// The scales of block `b` of a group without the factor: small numbers choose one of sixteen floats.
+template <Format F>
+__attribute__((always_inline)) static inline void compact_scales(const uint8_t* group, int64_t b, V16 out[coding(F).scales]) {
+  const uint8_t* scales = group + compact(F).scales;
+  const auto columns = [&](int64_t i) { return _mm512_cvtepu8_epi32(load_bytes(scales + i * kPanel)); };
+  const __m512 wholes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512 quarters = _mm512_add_ps(_mm512_mul_ps(wholes, _mm512_set1_ps(0.25f)), _mm512_set1_ps(0.125f));  // folded by the compiler
+  if constexpr (F == Format::Q2_K) {
+    for (int s = 0; s < 2; ++s) out[s].v[0] = _mm512_permutexvar_ps(columns(2 * b + s), wholes);
+  } else if constexpr (F == Format::IQ2_XS || F == Format::IQ2_S) {
+    const __m512i both = columns(b);
+    out[0].v[0] = _mm512_permutexvar_ps(both, quarters);
+    out[1].v[0] = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), quarters);
+  } else if constexpr (F == Format::IQ1_M) {  // two bits and a third one; the fourth does not matter
+    const __m512i low = _mm512_srlv_epi32(columns(b / 2), _mm512_set1_epi32(int(b % 2 * 4)));
+    const __m512i high = _mm512_rorv_epi32(columns(4 + b / 4), _mm512_set1_epi32(int(b % 4 * 2 - 2)));
+    const __m512 eight = _mm512_shuffle_f32x4(quarters, quarters, 0x44);
+    const auto choose = [&](__m512i two, __m512i third) {
+      return _mm512_permutexvar_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(3), two, third, 0xca), eight);
+    };
+    out[0].v[0] = choose(low, high);
+    out[1].v[0] = choose(_mm512_srli_epi32(low, 2), _mm512_srli_epi32(high, 1));
+  } else {
+    for (int s = 0; s < coding(F).scales; ++s) out[s] = compact_scale<F>(group, b, s);
+  }
+}
+
+// One row: the sums of block `b` of a group, or of both of its halves. Values of a grid stay in registers, and the signs of a column are
+// those of the activations: both factors have eight bits. `isums` are the sums of activations.
 #define BIFOLIO_OWN_COMPACT_DOTS
 template <Format F>
-__attribute__((always_inline)) static inline V16 compact_dots(const uint8_t* group, int64_t b, int s, const int8_t* table, const int8_t* x, int32_t isum) {
+__attribute__((always_inline)) static inline void compact_dots(const uint8_t* group, int64_t b, const int8_t* table, const GroupNumbers<F>& all,
+                                                               const int8_t* x, const int32_t* isums, V16 sums[coding(F).scales]) {
+  (void)all;  // of most formats
   if constexpr (F == Format::Q2_K || F == Format::Q3_K) {
-    const uint8_t* own = group + header_bytes(F) + b * quant_bytes(F) + 64 * s;
-    __m512i total = _mm512_set1_epi32(F == Format::Q3_K ? -4 * isum : 0);
+    const uint8_t* own = group + header_bytes(F) + b * quant_bytes(F);
+#pragma GCC unroll 2
+    for (int s = 0; s < 2; ++s) {
+      __m512i total = _mm512_set1_epi32(F == Format::Q3_K ? -4 * isums[s] : 0);
 #pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line) {
-      __m512i two = two_bits(own, line);
-      if constexpr (F == Format::Q3_K)
-        two = _mm512_mask_add_epi8(two, ~number_at<uint64_t>(own + 128 - 32 * s + 8 * line), two, _mm512_set1_epi8(4));
-      total = _mm512_dpbusd_epi32(total, two, four_bytes(x + 4 * line));
+      for (int line = 4 * s; line < 4 * s + 4; ++line) {
+        __m512i two = two_bits(own, line);
+        if constexpr (F == Format::Q3_K) two = _mm512_mask_add_epi8(two, ~number_at<uint64_t>(own + 128 + 8 * line), two, _mm512_set1_epi8(4));
+        total = _mm512_dpbusd_epi32(total, two, four_bytes(x + 4 * line));
+      }
+      sums[s].v[0] = _mm512_cvtepi32_ps(total);
     }
-    return {{_mm512_cvtepi32_ps(total)}};
   } else if constexpr (has_small_grid(F)) {
     const SmallGridBlock<F> block(group, b, table);
     __m512i totals[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     block.each_line([&](int line, __m512i values) __attribute__((always_inline)) {
       totals[line % 2] = _mm512_dpbusd_epi32(totals[line % 2], values, negated(four_bytes(x + 4 * line), block.negative[line]));
     });
-    return {{_mm512_cvtepi32_ps(_mm512_add_epi32(totals[0], totals[1]))}};
+    sums[0].v[0] = _mm512_cvtepi32_ps(_mm512_add_epi32(totals[0], totals[1]));
   } else {
-    constexpr int count = 4 / coding(F).scales;
-    const int begin = count == 4 ? 0 : 2 * s;
-    const LargeGridBlock<F> block(group, b, table, begin, begin + count);
-    __m512i totals[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-#pragma GCC unroll 4
-    for (int i = 0; i < count; ++i) {
-      const __m512i row = _mm512_set1_epi64(number_at<int64_t>(reinterpret_cast<const uint8_t*>(x) + 8 * i));
-#pragma GCC unroll 2
-      for (int side = 0; side < 2; ++side) {
-        __m512i values = block.values(begin + i, side), signed_row = row;
-        if constexpr (is_iq1(F)) values = _mm512_add_epi8(values, block.difference(begin + i, side, 128));
-        else signed_row = negated(row, block.minus(begin + i, side));
-        totals[side] = _mm512_dpbusd_epi32(totals[side], values, signed_row);
-      }
+    constexpr int scales = coding(F).scales, count = 4 / scales;
+    const LargeGridBlock<F> block(group, b, table);
+    alignas(32) int64_t twice[4];  // the sums of eight activations: the lower values are less by 2 than the upper ones
+    if constexpr (F == Format::IQ1_M) {
+      const __m256i raised = _mm256_xor_si256(load_32(reinterpret_cast<const uint8_t*>(x)), _mm256_set1_epi8(char(128)));
+      const __m256i eights = _mm256_sub_epi64(_mm256_sad_epu8(raised, _mm256_setzero_si256()), _mm256_set1_epi64x(8 * 128));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(twice), _mm256_add_epi64(eights, eights));
     }
-    const __m512i total = _mm512_add_epi32(even_lanes(totals[0], totals[1]), odd_lanes(totals[0], totals[1]));
-    return {{_mm512_cvtepi32_ps(is_iq1(F) ? _mm512_sub_epi32(total, _mm512_set1_epi32(128 * isum)) : total)}};
+#pragma GCC unroll 2
+    for (int s = 0; s < scales; ++s) {
+      __m512i totals[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+      __m512i total = _mm512_set1_epi32(is_iq1(F) ? kIq1Upper * isums[s] : 0);
+      if constexpr (F == Format::IQ1_S) total = _mm512_mask_set1_epi32(total, block.lower(0), kIq1Lower * isums[0]);
+#pragma GCC unroll 4
+      for (int j = s * count; j < (s + 1) * count; ++j) {
+        const __m512i row = _mm512_set1_epi64(number_at<int64_t>(reinterpret_cast<const uint8_t*>(x) + 8 * j));
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; ++side) {
+          __m512i signed_row = row;
+          if constexpr (!is_iq1(F)) signed_row = negated(row, block.minus(all.signs(b), j, side));
+          totals[side] = _mm512_dpbusd_epi32(totals[side], block.values(all.numbers[b], j, side), signed_row);
+        }
+        if constexpr (F == Format::IQ1_M) total = _mm512_mask_sub_epi32(total, block.lower(j), total, _mm512_set1_epi32(int32_t(twice[j])));
+      }
+      const __m512i pairs = _mm512_add_epi32(even_lanes(totals[0], totals[1]), odd_lanes(totals[0], totals[1]));
+      sums[s].v[0] = _mm512_cvtepi32_ps(is_iq1(F) ? _mm512_add_epi32(pairs, total) : pairs);
+    }
   }
 }

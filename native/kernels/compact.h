@@ -36,6 +36,7 @@ constexpr bool has_seven_signs(Format f) { return f == Format::IQ2_XXS || f == F
 constexpr bool has_rows_of_four(Format f) { return f == Format::IQ3_XXS || f == Format::IQ3_S; }
 constexpr bool has_small_grid(Format f) { return f == Format::IQ2_XXS || has_rows_of_four(f); }
 constexpr bool is_iq1(Format f) { return f == Format::IQ1_S || f == Format::IQ1_M; }
+constexpr int kIq1Upper = -7, kIq1Lower = -9;  // added to the values of the grid, which are 0, 8 and 16: less by eight, and one more or less
 
 // ---- scales --------------------------------------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ static inline void expand_block(const uint8_t* group, int64_t b, const int8_t* g
         if constexpr (is_iq1(F)) {
           const int64_t i = F == Format::IQ1_S ? 3 : j;
           const bool minus = highs[(2 * b + i / 2) * kPanel + c] >> (i % 2 * 4 + 3) & 1;
-          for (int8_t& value : row) value = int8_t(value + (minus ? -1 : 1));
+          for (int8_t& value : row) value = int8_t(value + (minus ? kIq1Lower : kIq1Upper));
         }
         const unsigned negative = is_iq1(F) ? 0 : signs_of<F>(signs, j, c);
         for (int e = 0; e < 8; ++e) out[(2 * j + e / 4) * 64 + 4 * c + e % 4] = uint8_t(negative >> e & 1 ? -row[e] : row[e]);

@@ -40,6 +40,7 @@ struct PackedPanel {
   const uint16_t* scales(int64_t b) const { return words(b) + b % 2 * kScaleWords; }
   const uint16_t* minima(int64_t b) const { return scales(b) + 2 * kScaleWords; }
 
+  V16 factor(int64_t b) const { return load_f16(words(b)); }  // of the scales of a compact group
   // Scale s of block b, and its minimum, of all columns.
   V16 scale(int64_t b, int s) const {
     if constexpr (F == Format::Q4_K) return mul(load_f16(words(b)), load_u8(bytes(b)));
@@ -90,12 +91,16 @@ struct IntRows {
   const int32_t* isum;   // [blocks][4]
   int64_t group;         // from the scales of one row group to those of the next
   const int32_t* half_isum;  // [rows][k / 16]
+  const float* half_sum;     // [halves][4]
 
   IntRows from(int64_t b) const {
-    return {q + b * kQuantBlock, stride, scale + b * kRowGroup, sum + b * kRowGroup, isum + b * kRowGroup, group, half_isum + 2 * b};
+    return {q + b * kQuantBlock, stride, scale + b * kRowGroup, sum + b * kRowGroup, isum + b * kRowGroup, group,
+            half_isum + 2 * b, half_sum + 2 * b * kRowGroup};
   }
   // The place of the scale of row r, if the first row is `first_row` of its group.
   int64_t at(int r, int64_t b, int first_row) const { return r / 4 * group + b * kRowGroup + first_row + r % 4; }
+  // The same of half a block.
+  int64_t half_at(int r, int64_t b, int half, int first_row) const { return r / 4 * 2 * group + (2 * b + half) * kRowGroup + first_row + r % 4; }
   int32_t half_total(int r, int64_t b, int half) const { return half_isum[r * (stride / 16) + 2 * b + half]; }
 };
 
@@ -105,11 +110,8 @@ static inline void add_minima(const Panel& w, const IntRows& x, int first_row, i
   for (int64_t b = begin; b < end; ++b)
     for (int s = 0; s < C.scales; ++s) {
       const V16 minimum = w.minimum(b, s);
-      for (int r = 0; r < R; ++r) {
-        const int64_t at = x.at(r, b, first_row);
-        const float sum = C.scales == 1 ? x.sum[at] : x.scale[at] * float(x.half_total(r, b, s));
-        acc[r] = fma(minimum, broadcast(sum), acc[r]);
-      }
+      for (int r = 0; r < R; ++r)
+        acc[r] = fma(minimum, broadcast(C.scales == 1 ? x.sum[x.at(r, b, first_row)] : x.half_sum[x.half_at(r, b, s, first_row)]), acc[r]);
     }
 }
 
@@ -119,20 +121,13 @@ constexpr bool kSixBitsAsPacked = true;  // `packed_six_bit_dots<Halves, R>`: no
 constexpr bool kSixBitsAsPacked = false;
 #endif
 
-#ifdef BIFOLIO_OWN_COMPACT_DOTS
-constexpr bool kCompactAsPacked = true;  // `compact_dots<Format>`, the same of one row for the bits of a file
-#else
-constexpr bool kCompactAsPacked = false;
-#endif
-
 #ifndef BIFOLIO_OWN_INT_TILE
 // An instruction set provides the sums of one block for R rows, `block_dots<Bits, Signed, R>` for eight bits and for nibbles
-// without a table, and of half a block of bytes, `half_dots<R>`; if it raises quants, `raised_dots<Coding, R>` for both.
+// without a table, and of half a block of bytes, `half_dots<Signed, R>`; if it raises quants, `raised_dots<Coding, R>` for both.
 template <Coding C, int R, class Panel>
 static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
   constexpr bool as_packed = kSixBitsAsPacked && C.bits == 6 && !C.raised;
-  constexpr bool direct = kCompactAsPacked && C.compact && R == 1;
-  constexpr bool unpacks = (C.compact && !direct) || (!C.raised && !as_packed && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2))));
+  constexpr bool unpacks = C.compact || (!C.raised && !as_packed && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2))));
   constexpr Coding code = unpacks ? unpacked_coding(C) : C;
   constexpr float unit = unpacks && C.bits == 6 ? kSixBitUnit : 1.0f;
   for (int64_t b = begin; b < end; ++b) {
@@ -147,10 +142,9 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
       int32_t totals[R];
       for (int r = 0; r < R; ++r) totals[r] = C.scales == 2 ? x.half_total(r, b, s) : x.isum[x.at(r, b, first_row)];
       const int8_t* rows = x.q + b * kQuantBlock + s * 16;
-      if constexpr (direct) sums[0] = compact_dots<Panel::kFormat>(w.group(b), b % Panel::kBlocks, s, w.table, rows, totals[0]);
-      else if constexpr (as_packed) packed_six_bit_dots<2 / C.scales, R>(quants + s * 192, rows, x.stride, totals, sums);
+      if constexpr (as_packed) packed_six_bit_dots<2 / C.scales, R>(quants + s * 192, rows, x.stride, totals, sums);
       else if constexpr (code.raised) raised_dots<code, R>(quants + s * 256, rows, x.stride, totals, sums);
-      else if constexpr (code.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
+      else if constexpr (code.scales == 2) half_dots<code.is_signed, R>(quants + s * 256, rows, x.stride, totals, sums);
       else block_dots<code.bits, code.is_signed, R>(quants, rows, x.stride, totals, sums);
       const V16 scale = w.scale(b, s);
       for (int r = 0; r < R; ++r)
@@ -160,15 +154,50 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
 }
 #endif
 
+#ifdef BIFOLIO_OWN_COMPACT_DOTS
+// The same for the bits of a file and one row, whole groups of blocks. An instruction set provides `GroupNumbers<Format>`, made for a group
+// before its blocks are multiplied, `compact_dots<Format>` and `compact_scales<Format>`.
+template <Format F>
+static inline void compact_sums(const PackedPanel<F>& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16& acc) {
+  constexpr int scales = coding(F).scales;
+  constexpr int64_t kPart = (group_bytes(F) + 511) / 512 * 64;  // of a group, which is prefetched in as many parts as it has blocks
+  constexpr int64_t kAhead = 4096;  // bytes: a processor by itself prefetches within a page alone
+  for (int64_t first = begin; first < end; first += group_blocks(F)) {
+    const uint8_t* group = w.group(first);
+    const V16 factor = w.factor(first);
+    const GroupNumbers<F> numbers(group, 0, w.table);
+    for (int64_t b = 0; b < group_blocks(F); ++b) {
+      for (int64_t at = b * kPart; at < (b + 1) * kPart; at += 64) __builtin_prefetch(group + kAhead + at);
+      V16 sums[scales], own[scales];
+      int32_t totals[scales];
+      for (int s = 0; s < scales; ++s) totals[s] = scales == 2 ? x.half_total(0, first + b, s) : x.isum[x.at(0, first + b, first_row)];
+      compact_dots<F>(group, b, w.table, numbers, x.q + (first + b) * kQuantBlock, totals, sums);
+      compact_scales<F>(group, b, own);
+      const V16 row_scale = broadcast(x.scale[x.at(0, first + b, first_row)]);
+      for (int s = 0; s < scales; ++s) acc = fma(sums[s], mul(mul(factor, own[s]), row_scale), acc);
+    }
+  }
+}
+#endif
+
+// Sums of blocks [begin, end) of a panel for R rows, without minima.
+template <Coding C, int R, class Panel>
+static inline void add_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
+#ifdef BIFOLIO_OWN_COMPACT_DOTS
+  if constexpr (C.compact && R == 1) return compact_sums(w, x, first_row, begin, end, acc[0]);
+#endif
+  int_sums<C, R>(w, x, first_row, begin, end, acc);
+}
+
 // Blocks of a panel against R rows.
 template <Coding C, int R, class Panel>
 static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
   if constexpr (!C.minima) {
-    int_sums<C, R>(w, x, first_row, 0, blocks, acc);
+    add_sums<C, R>(w, x, first_row, 0, blocks, acc);
   } else {
     for (int64_t b = 0; b < blocks; b += kMinimaBlocks) {
       const int64_t end = blocks - b < kMinimaBlocks ? blocks : b + kMinimaBlocks;
-      int_sums<C, R>(w, x, first_row, b, end, acc);
+      add_sums<C, R>(w, x, first_row, b, end, acc);
       add_minima<C, R>(w, x, first_row, b, end, acc);
     }
   }
@@ -177,7 +206,7 @@ static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int
 static inline IntRows int_rows(const Activations& x, int64_t row, int64_t block) {
   const int64_t scales = (row / kRowGroup) * (x.k / kQuantBlock) * kRowGroup + block * kRowGroup;
   return {x.q + row * x.k + block * kQuantBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales,
-          x.k / kQuantBlock * kRowGroup, x.half_isum + row * (x.k / 16) + block * 2};
+          x.k / kQuantBlock * kRowGroup, x.half_isum + row * (x.k / 16) + block * 2, x.half_sum + 2 * scales};
 }
 
 template <Format F, int R>

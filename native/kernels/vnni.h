@@ -7,15 +7,22 @@ static inline __m512i four_bytes(const int8_t* p) {
   return _mm512_set1_epi32(four);
 }
 
-// Weights are shifted to be unsigned, by 128 or by 8; the sums start at the negative of the excess.
+// factor * number, where both have sixteen bits.
+template <int Factor>
+static inline __m512i broadcast_times(const int32_t& number) {
+  return _mm512_dpwssd_epi32(_mm512_setzero_si512(), _mm512_set1_epi32(number), _mm512_set1_epi32(Factor & 0xffff));
+}
+
+// Signed weights are shifted to be unsigned, by 128 or by 8; the sums start at the negative of the excess.
 template <int Bits, bool Signed, int R>
 static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
   __m512i totals[R];
-  for (int r = 0; r < R; ++r) totals[r] = _mm512_set1_epi32(Bits == 8 ? -128 * isum[r] : Signed ? -8 * isum[r] : 0);
+  for (int r = 0; r < R; ++r) totals[r] = Signed ? broadcast_times<(Bits == 8 ? -128 : -8)>(isum[r]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
   for (int line = 0; line < Bits; ++line) {
     const __m512i packed = _mm512_loadu_si512(w + line * 64);
     if constexpr (Bits == 8) {
-      const __m512i weights = _mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(0x80)));
+      const __m512i weights = Signed ? _mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(0x80))) : packed;
       for (int r = 0; r < R; ++r) totals[r] = _mm512_dpbusd_epi32(totals[r], weights, four_bytes(x + r * stride + line * 4));
     } else {
       const __m512i mask = _mm512_set1_epi8(15);
@@ -29,12 +36,14 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 }
 
 // Sixteen bytes of each row against half a block of bytes.
-template <int R>
+template <bool Signed, int R>
 static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
   __m512i totals[R];
-  for (int r = 0; r < R; ++r) totals[r] = _mm512_set1_epi32(-128 * isum[r]);
+  for (int r = 0; r < R; ++r) totals[r] = Signed ? broadcast_times<-128>(isum[r]) : _mm512_setzero_si512();
+#pragma GCC unroll 4
   for (int line = 0; line < 4; ++line) {
-    const __m512i weights = _mm512_xor_si512(_mm512_loadu_si512(w + line * 64), _mm512_set1_epi8(int8_t(0x80)));
+    const __m512i packed = _mm512_loadu_si512(w + line * 64);
+    const __m512i weights = Signed ? _mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(0x80))) : packed;
     for (int r = 0; r < R; ++r) totals[r] = _mm512_dpbusd_epi32(totals[r], weights, four_bytes(x + r * stride + line * 4));
   }
   for (int r = 0; r < R; ++r) sums[r].v[0] = _mm512_cvtepi32_ps(totals[r]);

@@ -8,11 +8,19 @@ constexpr int kRegs = 1;
 
 #define EACH for (int i = 0; i < 16; ++i)
 
+// a * b + c, rounded once. Without an instruction for it: the product of two floats is exact in double precision, and the sum is rounded to
+// odd, so that the second rounding, to a float, is that of the exact sum. `error` is the exact difference of both.
 static inline float fma1(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
   return __builtin_fmaf(a, b, c);
 #else
-  return a * b + c;
+  const double product = double(a) * double(b), addend = double(c), sum = product + addend;
+  const double part = sum - product, error = (product - (sum - part)) + (addend - part);
+  const auto bits = __builtin_bit_cast(uint64_t, sum);
+  const uint64_t even = std::fabs(error) > 0 ? ~bits & 1 : 0;  // error is NaN where the sum is not finite
+  const uint64_t inwards = (__builtin_bit_cast(uint64_t, error) ^ bits) >> 63;
+  const auto odd = __builtin_bit_cast(double, bits + even - ((even & inwards) << 1));
+  return float(odd);
 #endif
 }
 

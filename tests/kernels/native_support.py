@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,11 +23,6 @@ def isas() -> list[str]:
         return native.available_isas()
     except MissingDependencyError as error:
         pytest.skip(str(error), allow_module_level=True)
-
-
-def uses_fma(isa: str) -> bool:
-    """Plain C++ multiplies and adds in two roundings where the compiler's target has no fused instruction."""
-    return isa != "generic" or platform.machine() in ("aarch64", "arm64")
 
 
 @contextmanager

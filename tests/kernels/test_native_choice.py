@@ -77,17 +77,17 @@ def test_a_machine_without_the_best_takes_the_next() -> None:
 
 @pytest.mark.full
 def test_one_can_be_asked_for() -> None:
-    """Every table that the CPU allows runs a small model: the same tokens, and with vectors of bytes the same bits."""
+    """Every table that the CPU allows runs a small model: the same tokens, and without tiles the same bits."""
     found = {name: run(SCORES, BIFOLIO_ISA=name).stdout.split() for name in native.available_isas()}
     assert [isa for isa, *_ in found.values()] == list(found)
     tokens = {name: scores[::2] for name, (_, *scores) in found.items()}
     logprobs = {name: [float.fromhex(one) for one in scores[1::2]] for name, (_, *scores) in found.items()}
-    exact = {name: values for name, values in logprobs.items() if name in ("avx2", "avx512", "neon")}
+    exact = {name: values for name, values in logprobs.items() if name != "amx"}
     assert len(set(map(tuple, tokens.values()))) == 1
     assert len(set(map(tuple, exact.values()))) <= 1
-    for name, values in logprobs.items():
+    for values in logprobs.values():
         assert len(values) == 12
-        assert values == pytest.approx(logprobs["generic"], abs=0.05 if name == "amx" else 0.01)
+        assert values == pytest.approx(logprobs["generic"], abs=0.05)
 
 
 @pytest.mark.full

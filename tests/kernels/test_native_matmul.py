@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from native_support import block_product, float_product, isas, random_linear, settings, tile_product, uses_fma
+from native_support import block_product, float_product, isas, random_linear, settings, tile_product
 
 from bifolio.errors import ConfigError
 from bifolio.kernels import native
@@ -30,10 +30,7 @@ def test_block_formats_follow_the_defined_arithmetic(isa: str, format: QuantForm
     with settings(isa):
         result = native.NativeKernels().linear(x, linear)
     expected = (tile_product if isa == "amx" else block_product)(x, linear.parts[0])
-    if uses_fma(isa):
-        np.testing.assert_array_equal(result, expected)
-    else:
-        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("isa", EXACT_ISAS)
@@ -46,10 +43,7 @@ def test_float_formats_are_chains_of_fma(isa: str, format: QuantFormat, rows: in
     with settings(isa):
         result = native.NativeKernels().linear(x, linear)
     expected = float_product(x, linear.parts[0].dequantize())
-    if uses_fma(isa):
-        np.testing.assert_array_equal(result, expected)
-    else:
-        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -71,12 +65,11 @@ def test_a_row_does_not_depend_on_the_others(isa: str, format: QuantFormat) -> N
 @pytest.mark.parametrize("format", ENCODABLE_FORMATS)
 def test_instruction_sets_agree_bit_for_bit(format: QuantFormat) -> None:
     rng = np.random.default_rng(6)
-    isas_to_compare = [isa for isa in EXACT_ISAS if uses_fma(isa)]
     for rows, n, k in ((1, 64, 576), (5, 48, 4128), (131, 16, 64), (260, 40, 2080)):
         linear = native.NativeKernels().prepare_linear(random_linear(rng, [n], k, format))
         x = rng.standard_normal((rows, k), np.float32)
         results = []
-        for isa in isas_to_compare:
+        for isa in EXACT_ISAS:
             with settings(isa):
                 results.append(native.NativeKernels().linear(x, linear))
         for other in results[1:]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from native_support import isas, settings, uses_fma
+from native_support import isas, settings
 from recurrence_cases import KINDS, new_recurrence, normal, state_batch, state_storage, states_of
 
 from bifolio.kernels import native
@@ -37,7 +37,7 @@ def test_instruction_sets_and_threads_give_equal_bits(name: str) -> None:
     kind, changes = KINDS[name]
     recurrence = new_recurrence(np.random.default_rng(5), kind, **changes)
     rows, expected = normal(np.random.default_rng(6), 23, recurrence.in_features), None
-    for isa in filter(uses_fma, ISAS):
+    for isa in ISAS:
         for threads in (1, 3):
             with settings(isa, threads):
                 found = run(native.NativeKernels(threads=None), recurrence, rows)
