@@ -120,8 +120,7 @@ def stores_fp8(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     linear = kernels.prepare_linear(Linear((DenseToFp8(dense),), (None,)))
     if kernels.stores_fp8:
         assert linear.prepared[0].values.nbytes == values.size
-    x = rng.standard_normal((3, 64)).astype(np.float32)
-    return (kernels.to_host(kernels.linear(kernels.from_host(x), linear)),)
+    return (kernels.to_host(kernels.linear(activations(kernels, normal(rng, 3, 64)), linear)),)
 
 
 @case("launches_ahead")

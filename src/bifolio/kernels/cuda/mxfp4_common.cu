@@ -24,12 +24,6 @@ __device__ __forceinline__ uint4 load_matrices(u32 address) {
     return v;
 }
 
-__device__ __forceinline__ u32 shared_word(u32 address) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
-
 __device__ __forceinline__ void copy_async(u32 target, const u8 *source, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }

@@ -194,7 +194,8 @@ def few_rows(
     if tile is None:
         choose = fixed_tile if fixed else few_rows_tile
         tile = choose(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
-        tile = replace(tile, depth=group) if 0 < group < depth else tile
+    if 0 < group < depth:
+        tile = replace(tile, depth=min(tile.depth, group))
     if tile.described and not described:
         tile = replace(tile, described=False)
     rows = min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
