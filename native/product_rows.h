@@ -40,7 +40,11 @@ struct QuantizedRows {
 
   // The rounding error of a row: x minus its bytes times their scales.
   void subtract(const float* x, int64_t row, float* rest) const {
-    for (int64_t i = 0; i < k; ++i) rest[i] = x[i] - scale[scale_at(row, i)] * float(bytes[row * k + i]);
+    const int8_t* q = bytes + row * k;
+    for (int64_t begin = 0; begin < k; begin += kQuantBlock) {
+      const float unit = scale[scale_at(row, begin)];
+      for (int64_t i = begin; i < begin + kQuantBlock; ++i) rest[i] = x[i] - unit * float(q[i]);
+    }
   }
 };
 

@@ -114,7 +114,7 @@ def test_every_sampling_option_changes_the_output(kind: Any, bases: Any, outputs
 # Values of options of LLM that are no numbers or flags; all others come from VALUES.
 NAMED: dict[str, list[Any]] = {
     "dtype": ["float16", "q8_0"], "kv_cache_dtype": ["f16"], "memory": ["64MB"], "device": ["nowhere"],
-    "kernels": ["native"], "activations": ["int16", "nothing"], "speculative": [SpeculativeConfig("ngram")],
+    "kernels": ["native"], "activations": ["int8", "nothing"], "speculative": [SpeculativeConfig("ngram")],
     "speculative_config": [{"method": "ngram"}], "model": ["no-such-model"], "max_model_len": [64],
 }  # fmt: skip
 ON_A_GPU = {  # and for hybrid models: nothing to see here

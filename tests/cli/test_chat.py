@@ -10,11 +10,12 @@ import pytest
 from bifolio import LLM, SamplingParams
 from bifolio.cli.chat import answer
 from bifolio.cli.chat_commands import set_option
-from bifolio.cli.conversation import SUMMARY_TITLE, Conversation
+from bifolio.cli.conversation import ANSWER_TOKENS, SUMMARY_TITLE, Conversation
 from bifolio.cli.main import build_app
 from bifolio.cli.terminal import Terminal
 from bifolio.errors import ChatTemplateError, ConfigError
 from bifolio.kernels.reference import ReferenceKernels
+from bifolio.text.loops import LEAST_TOKENS
 from cli_runner import CliRunner
 from helpers import tiny_folder
 
@@ -143,6 +144,29 @@ def test_a_cut_answer_is_marked(folder: Path) -> None:
     whole = LLM(folder).chat([{"role": "user", "content": "Hello"}], GREEDY)[0].outputs[0]
     assert ("[the answer was cut after 6 tokens: max_tokens]" in notes) == (whole.finish_reason == "length")
     assert whole.finish_reason == "length"
+
+
+LOOPING = SamplingParams(temperature=0, logit_bias={65: 1000.0}, ignore_eos=True, max_tokens=160)
+
+
+def test_an_answer_that_repeats_itself_is_stopped(folder: Path) -> None:
+    conversation = Conversation(LLM(folder, max_num_seqs=1), LOOPING)
+    request = conversation.turn("Hello", lambda text: None)
+    assert len(request.sequences[0].output_token_ids) == 1 + LEAST_TOKENS
+    assert any("repeats itself" in note and "/set stop-loops off" in note for note in conversation.notes)
+    assert conversation.messages[-1] == {"role": "assistant", "content": request.sequences[0].text}
+
+    assert set_option("stop-loops off", conversation) == ["stop-loops is off from now on"]
+    assert "off" in dict(line.split(maxsplit=1) for line in set_option("", conversation))["stop-loops"]
+    whole = conversation.regenerate(lambda text: None)
+    assert len(whole.sequences[0].output_token_ids) == LOOPING.max_tokens
+    assert "on or off" in set_option("stop-loops perhaps", conversation)[0]
+
+
+def test_an_answer_has_a_longest_length_without_options(folder: Path) -> None:
+    result = CliRunner().invoke(build_app(), ["chat", "-m", str(folder)], input="/set\n/set max_tokens none\n/set\n")
+    lengths = [line.split()[-1] for line in result.stderr.splitlines() if line.startswith("max_tokens  ")]
+    assert lengths == [str(ANSWER_TOKENS), "None"]
 
 
 def test_set_lists_everything_in_effect(folder: Path) -> None:

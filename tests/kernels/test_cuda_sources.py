@@ -15,7 +15,7 @@ TOGETHER = {
     "mxfp4_few": ("common", "activations", "mxfp4_common"),
     "mxfp4_grouped": ("common", "activations", "mxfp4_common"),
 }
-DEFINITION = re.compile(r"^__device__ __forceinline__ \w+ (\w+)\(", re.MULTILINE)
+DEFINITION = re.compile(r"^__device__ __forceinline__ \w+ (\w+\([^)]*\))", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -34,6 +34,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import check_threads, parse_bytes
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.select import activations_for
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
@@ -51,15 +52,16 @@ class LLM:
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the
     default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe share
     of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
-    `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
-    kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
-    they lie in the file. `quantization="fp8"` stores the layers of a dense model in FP8 on a GPU. `kv_cache_dtype` is
-    the type of the cache. `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for
-    output that depends on the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size`
-    processes share the model, each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its
-    decode steps before the first request. Sizes that are not given are small on the CPU and large on a GPU
-    (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
-    called with (layers prepared, layers in all) while weights are prepared.
+    `activations` ("int8", "int16") says how finely they are rounded beside quantised weights on the native CPU kernels;
+    "auto" is int16 for models below a billion parameters, which int8 costs answers. `dtype` is the type of dense
+    weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as they lie in the file.
+    `quantization="fp8"` stores the layers of a dense model in FP8 on a GPU. `kv_cache_dtype` is the type of the cache.
+    `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for output that depends on
+    the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
+    each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
+    request. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only
+    vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all)
+    while weights are prepared.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class LLM:
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
         )  # fmt: skip
+        activations = activations_for(activations, self.model.config.num_parameters)
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)
         sizes: Any = {

@@ -50,11 +50,11 @@ def chat(
     as_json: Annotated[bool, commands.option("--json", help="Print each answer as a line of JSON.")] = False,
     verbose: options.Verbose = False,
 ) -> None:
-    from bifolio.cli.conversation import Conversation, checked_policy
+    from bifolio.cli.conversation import ANSWER_TOKENS, Conversation, checked_policy
 
     checked_policy(context_policy)
     llm = engine.llm(model, max_num_seqs=1, verbose=verbose)
-    params = llm.default_params(**{"max_tokens": None, **sampling.explicit()})
+    params = llm.default_params(**{"max_tokens": ANSWER_TOKENS, **sampling.explicit()})
     conversation = Conversation(llm, params, system, context_policy)
     conversation.check()
     converse(conversation, markdown, as_json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bifolio.cli.commands import did_you_mean
 from bifolio.cli.conversation import Conversation, checked_policy
-from bifolio.errors import BifolioError
+from bifolio.errors import BifolioError, ConfigError
 from bifolio.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def in_effect(conversation: Conversation) -> list[str]:
         if option.name not in shown and value != getattr(plain, option.name):
             shown[option.name] = value
     shown["context-policy"] = conversation.policy
+    shown["stop-loops"] = "on" if conversation.stop_loops else "off"
     return [f"{name:<20} {value}" for name, value in shown.items()]
 
 
@@ -105,15 +106,25 @@ def set_option(argument: str, conversation: Conversation) -> list[str]:
     try:
         if key == "context_policy":
             conversation.policy = checked_policy(value)
+        elif key == "stop_loops":
+            conversation.stop_loops = _switch(value)
         elif key == "stop":
             conversation.params = replace(params, stop=(value,) if value else ())
         elif key in NUMBERS:
             changed: dict[str, Any] = {key: None if value.lower() in NONE_WORDS else NUMBERS[key](value)}
             conversation.params = replace(params, **changed)
         else:
-            return [f"there is no option {name!r}{did_you_mean(key, [*NUMBERS, 'stop', 'context-policy'])}"]
+            return [
+                f"there is no option {name!r}{did_you_mean(key, [*NUMBERS, 'stop', 'context-policy', 'stop-loops'])}"
+            ]
     except BifolioError as error:
         return [str(error)]
     except ValueError:
         return [f"{value!r} is no value of {name}: write for example /set {name} 1"]
     return [f"{name} is {value or 'none'} from now on"]
+
+
+def _switch(value: str) -> bool:
+    if value.lower() not in ("on", "off"):
+        raise ConfigError(f"stop-loops is on or off, not {value!r}")
+    return value.lower() == "on"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bifolio.errors import BifolioError, ConfigError, RequestError
+from bifolio.text.loops import LoopWatch
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from bifolio.sequence import Request
 
 POLICIES = ("drop", "summarise", "stop")
+ANSWER_TOKENS = 4096  # the longest answer, unless max_tokens says otherwise
 ROOM = 256  # tokens of context that a turn leaves for its answer, at most a quarter of the context
 SUMMARY_TOKENS = 160
 SUMMARY_REQUEST = "Summarise our conversation so far in at most 80 words."
@@ -58,6 +60,7 @@ class Conversation:
         self.params = params
         self.system = system
         self.policy = checked_policy(policy)
+        self.stop_loops = True  # end an answer that repeats itself (`text.loops`)
         self.messages: Messages = []  # all of them, the system prompt included
         self.branch_name = "main"
         self.branches: dict[str, Branch] = {}  # left ones, by name
@@ -92,10 +95,14 @@ class Conversation:
         prompt = {"prompt_token_ids": self.llm.chat_tokens(context.messages)}
         pieces: list[str] = []
         stream = self.llm.stream(prompt, self.params)
+        watch = LoopWatch()
         try:
             for result in stream:
                 pieces.append(result.text)
                 write(result.text)
+                if result.token is not None and watch.add(result.token) and self.stop_loops and not result.finished:
+                    self.notes.append("[the answer repeats itself and was stopped: /set stop-loops off lets it go on]")
+                    break
         except KeyboardInterrupt:
             write(" [stopped]")
         finally:

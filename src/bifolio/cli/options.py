@@ -92,7 +92,8 @@ Activations = Annotated[
     str,
     commands.option(
         "--activations",
-        help="Rounding of activations with quantised weights on the CPU: int8 (faster) or int16 (nearly exact).",
+        help="Rounding of activations with quantised weights on the CPU: int8 (faster), int16 (nearly exact) or auto "
+        "(int16 below 1B parameters).",
         advanced=True,
     ),
 ]

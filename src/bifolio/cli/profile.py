@@ -42,20 +42,21 @@ def profile(
     as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.engine.memory import default_threads
-    from bifolio.kernels.select import select_kernels
+    from bifolio.kernels.select import activations_for, select_kernels
     from bifolio.measure.figures import check_target
     from bifolio.measure.profiler import profile_model
     from bifolio.measure.random_models import open_model
 
     check_target(plot)
     threads = engine.threads or default_threads()
+    opened = open_model(model, shape, format)
     result = profile_model(
-        open_model(model, shape, format),
+        opened,
         select_kernels(
             engine.device,
             name=engine.kernels,
             threads=threads,
-            activations=engine.activations,
+            activations=activations_for(engine.activations, opened.config.num_parameters),
             deterministic=engine.deterministic,
         ),
         num_prompt=prompt,

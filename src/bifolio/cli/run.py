@@ -34,11 +34,12 @@ def run(
     prompt: Annotated[str | None, commands.argument(help="Question, or text to continue.")] = None,
     system: Annotated[str | None, commands.option("--system", "-s", help="The system prompt.")] = None,
 ) -> None:
+    from bifolio.cli.conversation import ANSWER_TOKENS, Conversation
     from bifolio.cli.generate import given_text
 
     text = given_text(prompt)
     llm = engine.llm(fetched(model), max_num_seqs=1)
-    params = llm.default_params(**{"max_tokens": None, **sampling.explicit()})
+    params = llm.default_params(**{"max_tokens": ANSWER_TOKENS, **sampling.explicit()})
     if llm.model.chat_template is None and system is not None:
         raise commands.BadParameter("--system has no effect: the model has no chat template; leave it out")
     if llm.model.chat_template is None:
@@ -47,7 +48,6 @@ def run(
         answer_once(llm, text, params, system)
     else:
         from bifolio.cli.chat import converse
-        from bifolio.cli.conversation import Conversation
 
         converse(Conversation(llm, params, system))
 

@@ -19,7 +19,7 @@ class NumericDefaults:
 
     device: str = "auto"  # a GPU if there is one, else the CPU
     kv_dtype: str = "auto"  # type of cached keys and values: f32 on the CPU, the type of the weights on a GPU
-    activations: Literal["int8", "int16"] = "int8"  # multiplied with quantised weights, on the native CPU kernels
+    activations: Literal["auto", "int8", "int16"] = "auto"  # with quantised weights on the CPU: by the model's size
     threads: int | None = None  # of the CPU kernels; None: one for each core
     deterministic: bool = False  # on a GPU; the CPU kernels are always deterministic
 

@@ -21,6 +21,9 @@ from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, MissingDependencyError
 from bifolio.kernels.interface import KernelSet
 
+ACTIVATIONS = ("auto", "int8", "int16")
+SMALL_MODEL = 1_000_000_000  # parameters, below which activations have 16 bits
+
 
 class Wanted(NamedTuple):
     """The settings of a kernel set."""
@@ -45,13 +48,14 @@ def select_kernels(
     *,
     name: str | None = None,
     threads: int | None = NUMERICS.threads,
-    activations: str = NUMERICS.activations,
+    activations: str = "int8",
     dtype: str | None = None,
     deterministic: bool = NUMERICS.deterministic,
 ) -> KernelSet:
     """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); a ConfigError lists why none can run.
 
-    `activations` is the rounding of activations in products with quantised weights: see `NativeKernels`. `dtype`
+    `activations` is the rounding of activations in products with quantised weights: see `NativeKernels`; callers that
+    know the model resolve "auto" first (`activations_for`). `dtype`
     ("f32", "f16", "bf16") is that of dense weights on a GPU, by default bf16. `deterministic` makes results on a GPU
     independent of the rest of the batch; on the CPU they always are.
     """
@@ -73,6 +77,20 @@ def select_kernels(
             return candidate.make(Wanted(device, threads, activations, dtype, deterministic))
         refusals.append(f"{candidate_name}: {', '.join(reasons)}")
     raise ConfigError(f"no kernels can run on {device!r} ({'; '.join(refusals) or 'unknown device'}): use cpu or cuda")
+
+
+def activations_for(wanted: str, num_parameters: int) -> str:
+    """The rounding of activations beside quantised weights for a model of this size: "auto" as "int8" or "int16".
+
+    Rounding to 8 bits moves logits by about 0.1. Small models have many near-ties within this, so they get 16 bits
+    and answer as with exact activations. The tiles of AMX multiply bfloat16, which is fine enough for all.
+    """
+    if wanted not in ACTIVATIONS:
+        raise ConfigError(f"activations (--activations) is {wanted!r}: pass auto, int8 or int16")
+    if wanted != "auto":
+        return wanted
+    is_small = num_parameters < SMALL_MODEL
+    return "int16" if is_small and not _native_refusals() and not _has_tiles() else "int8"
 
 
 def torch_kernels(device: str, dtype: str) -> KernelSet:
@@ -118,6 +136,12 @@ def _native_refusals() -> list[str]:
     except MissingDependencyError as error:
         return [str(error)]
     return []
+
+
+def _has_tiles() -> bool:
+    from bifolio.kernels.native import isa
+
+    return isa() == "amx"
 
 
 def _module_refusals(*modules: str) -> list[str]:

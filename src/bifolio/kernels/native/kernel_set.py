@@ -64,12 +64,12 @@ class NativeKernels(NativeOperations, HostArrays):
     def __init__(
         self,
         threads: int | None = NUMERICS.threads,
-        activations: str = NUMERICS.activations,
+        activations: str = "int8",
         share_prefixes: bool = True,
     ) -> None:
-        """`activations`: their rounding in products with quantised weights. "int8" is the default (on AMX, whose tiles
+        """`activations`: their rounding in products with quantised weights. "int8" is the faster (on AMX, whose tiles
         multiply bfloat16, it rounds less than 8 bits do); "int16" adds a second byte for the rounding error of the
-        first, which gives nearly the result of exact activations.
+        first, which gives nearly the result of exact activations. `LLM` chooses by the size of the model.
         `threads`: of a pool of this kernel set alone; None shares the pool of the process (`set_num_threads`).
         `share_prefixes`: attention reads blocks shared by several contexts once; results are bit-identical."""
         if activations not in ACTIVATION_PLANES:
