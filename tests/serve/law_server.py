@@ -155,6 +155,6 @@ class LawServer:
             try:
                 if self.ask("/ready", None, VICTIM) == 200:
                     return
-            except OSError:
+            except (OSError, http.client.HTTPException):  # before it listens, a connection may reach itself
                 time.sleep(0.1)
         raise AssertionError("the server did not start")
