@@ -52,10 +52,11 @@ python -m benchmarks run gpu gpu-long --peer-env peer-env.sh --models /dev/shm/m
 ```
 
 S is the shape of SmolLM2-135M, M of Llama-3.2-1B, T of TinyLlama-1.1B, T4 four layers of it; `experts` has 8 layers
-of Qwen3-30B-A3B, `hybrid` is a reduced Qwen3.5-4B. On CPUs, S was measured with activations of 8 bits
-(`--activations int8`); the default for models below a billion parameters is 16 bits. Figures recorded before
-this format are transcribed: their commands are those of the commit that recorded them. [profiling.md](profiling.md) describes the measuring commands of
-the product, [decisions.md](decisions.md) the defaults that follow from measurements and ideas that gained nothing.
+of Qwen3-30B-A3B, `hybrid` is a reduced Qwen3.5-4B. On CPUs, S was measured with activations of 8 bits (`--activations
+int8`); the default for models below a billion parameters is 16 bits. Figures recorded before this format are
+transcribed: their commands are those of the commit that recorded them. [profiling.md](profiling.md) describes the
+measuring commands of the product, [decisions.md](decisions.md) the defaults that follow from measurements and ideas
+that gained nothing.
 """
 
 
