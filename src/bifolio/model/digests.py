@@ -51,7 +51,7 @@ def numerics(model: LoadedModel, kernels: KernelSet, config: EngineConfig) -> di
         "deterministic": bool(kernels.deterministic and config.deterministic),
         "activation_planes": kernels.activation_planes,
         "weights": sorted({str(one.name) for one in model.weights.formats()}),
-        "dense": str(getattr(kernels, "dtype", "f32")),
+        "dense": kernels.kv_dtype,  # of a GPU, whose cache has the type of the weights by default
         "kv_dtype": config.cache.dtype,
         "ranks": 1 if kernels.ranks is None else kernels.ranks.size,
         "packages": {name: _version_of(name) for name in PACKAGES.get(kernels.name, ())},
