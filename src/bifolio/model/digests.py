@@ -15,7 +15,6 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from bifolio.quant.tensor import QuantizedTensor
 DIGEST_BYTES = 16
 SAMPLE_BYTES = 4096  # of each of the three places of an array
 SKIPPED_FIELDS = frozenset({"prepared", "prepared_for", "config"})  # made from the others; the configuration has a line
-PACKAGES = {"native": (), "reference": ("numpy",), "torch": ("torch",), "triton": ("torch", "triton")}
 
 
 def model_digest(model: LoadedModel, *, whole: bool = False) -> str:
@@ -44,23 +42,18 @@ def model_digest(model: LoadedModel, *, whole: bool = False) -> str:
 
 def numerics(model: LoadedModel, kernels: KernelSet, config: EngineConfig) -> dict[str, Any]:
     """The facts that decide on the bits of a result beside the model and the request, for people and for JSON."""
-    facts: dict[str, Any] = {
-        "bifolio": _version_of("bifolio"),
+    return {
+        "bifolio": _version(),
         "kernels": kernels.name,
-        "device": _device_name(kernels.device),
+        "device": kernels.device.partition(":")[0],
         "deterministic": bool(kernels.deterministic and config.deterministic),
         "activation_planes": kernels.activation_planes,
         "weights": sorted({str(one.name) for one in model.weights.formats()}),
         "dense": kernels.kv_dtype,  # of a GPU, whose cache has the type of the weights by default
         "kv_dtype": config.cache.dtype,
         "ranks": 1 if kernels.ranks is None else kernels.ranks.size,
-        "packages": {name: _version_of(name) for name in PACKAGES.get(kernels.name, ())},
+        "build": kernels.build_facts(),
     }
-    if kernels.name == "native":
-        from bifolio.kernels.native import isa, library
-
-        facts["isa"], facts["build"] = isa(), _file_digest(Path(library().__file__))
-    return facts
 
 
 def numerics_digest(model: LoadedModel, kernels: KernelSet, config: EngineConfig) -> str:
@@ -116,21 +109,8 @@ def _bytes_of(value: Any) -> tuple[str, np.ndarray]:
 
 
 @cache
-def _file_digest(path: Path) -> str:
-    return blake2b(path.read_bytes(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-@cache
-def _version_of(package: str) -> str:
+def _version() -> str:
     try:
-        return version(package)
+        return version("bifolio")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _device_name(device: str) -> str:
-    if not device.startswith("cuda"):
-        return device
-    import torch
-
-    return str(torch.cuda.get_device_name(device))
