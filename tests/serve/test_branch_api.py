@@ -1,4 +1,4 @@
-"""`/v1/branches`: verbs, their owners, limits, streams, and times to live, against a real server."""
+"""`/v1/branches` (verbs, owners, limits, streams, times to live) and receipts, against a real server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import RunningServer, running_server
+from serving import ENGINE, RunningServer, model_folder, running_server
 
+from bifolio import LLM
+from bifolio.measure.replay import replay
 from bifolio.serve.process import text_branches
 
 pytestmark = pytest.mark.full  # the module starts a server
@@ -168,3 +170,24 @@ def test_a_key_has_a_number_of_branches(http: httpx.Client) -> None:
         post(http, f"/v1/branches/{name}/fork", n=256)
     post(http, f"/v1/branches/{name}/fork", n=255)
     assert "close those" in post(http, f"/v1/branches/{name}/fork", 400, n=1)["error"]["message"]
+
+
+def test_an_answer_carries_a_receipt(http: httpx.Client) -> None:
+    llm = LLM(str(model_folder()), **ENGINE)
+    options = {"temperature": 0.9, "max_tokens": 12, "receipt": True, "return_token_ids": True}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    messages = [{"role": "user", "content": "Hello"}]
+    answers = [
+        post(http, "/v1/completions", prompt=PROMPT, stop=["e"], **options),
+        post(http, "/v1/completions", prompt=PROMPT, n=2, structured_outputs={"json": schema}, **options),
+        post(http, "/v1/chat/completions", messages=messages, **options),
+    ]
+    for answer in answers:
+        found = replay(llm, answer["receipt"])
+        assert found.mismatch is None
+        assert found.token_ids == [choice["token_ids"] for choice in answer["choices"]]
+    assert "receipt" not in post(http, "/v1/completions", prompt=PROMPT, max_tokens=1)
+    assert (
+        "leave out `stream`"
+        in post(http, "/v1/completions", 400, prompt="a", stream=True, receipt=True)["error"]["message"]
+    )

@@ -66,6 +66,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.process.block_transfer`)
     branch: str = ""  # name of the branch that it continues or scores; the prompt is then empty, or scored behind it
     branch_use: BranchUse = "beside"
+    wants_receipt: bool = False  # the end carries a receipt
 
 
 class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
@@ -190,6 +191,7 @@ class Ended(msgspec.Struct, array_like=True):
     num_preemptions: int
     error: str | None = None
     fault: FaultKind | None = None  # of the error
+    receipt: dict[str, Any] | None = None
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -19,7 +19,7 @@ from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.http.auth import Receive, Tenant
 from bifolio.serve.http.context import ServerContext
-from bifolio.serve.http.errors import ApiError, api_error
+from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.protocols.openai_answers import PromptTokensDetails, Usage
 from bifolio.serve.protocols.openai_types import Generation, StreamOptions
@@ -55,6 +55,7 @@ class Job:
     prefill_at: str = ""  # the prefill engine that a gateway chose
     branch: str = ""  # that the request continues or scores; the engine has its tokens
     branch_use: BranchUse = "beside"
+    wants_receipt: bool = False
 
     @classmethod
     def of(
@@ -80,7 +81,16 @@ class Job:
             stream_options.include_steps,
             stream_options.interval_ms / 1000,
             transfer_params=request.kv_transfer_params,
+            wants_receipt=wanted_receipt(request, len(prompts)),
         )
+
+
+def wanted_receipt(request: Generation, num_prompts: int) -> bool:
+    """Whether the answer carries a receipt, which is that of one whole answer."""
+    if request.receipt and (request.stream or num_prompts > 1):
+        name = "stream" if request.stream else "prompt"
+        raise bad_request("a receipt comes with the whole answer to one prompt: leave out `stream`, or send one", name)
+    return request.receipt
 
 
 @dataclass(slots=True)
@@ -158,6 +168,7 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
+                    job.wants_receipt,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

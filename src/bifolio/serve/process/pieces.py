@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.api.outputs import returned_sequences
@@ -43,7 +44,7 @@ def final_pieces(request: Request) -> list[m.NewTokens]:
     ]
 
 
-def ended(request: Request) -> m.Ended:
+def ended(request: Request, receipt: dict[str, Any] | None = None) -> m.Ended:
     metrics = request.metrics
     return m.Ended(
         metrics.queue_time,
@@ -53,4 +54,5 @@ def ended(request: Request) -> m.Ended:
         metrics.num_preemptions,
         request.error,
         request.fault,
+        receipt,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -57,6 +58,7 @@ class _Live:
     sent_first: bool = False
     owner: str = ""  # name of its tenant
     is_over: bool = False  # the last update was sent
+    wants_receipt: bool = False
 
 
 @dataclass(slots=True)
@@ -117,8 +119,10 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_fetched = self.transfer is not None and self.transfer.fetch(message, self._begin)
-            if not is_fetched:
+            is_fetched = self.transfer is not None and not message.branch and self.transfer.fetch(message, self._begin)
+            if not is_fetched and message.wants_receipt and "identity" not in vars(self.llm):
+                threading.Thread(target=self._identify_first, args=(message,), daemon=True).start()
+            elif not is_fetched:
                 self._begin(message)
         elif isinstance(message, m.Abort):
             if self.transfer is not None:
@@ -136,6 +140,11 @@ class EngineService:
             self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _identify_first(self, message: m.Start) -> None:
+        """Digest the model beside the engine, which the first receipt needs: it reads all weights."""
+        _ = self.llm.identity
+        self._begin(message)
 
     def _begin(self, message: m.Start) -> None:
         if message.grammar is not None:
@@ -236,7 +245,8 @@ class EngineService:
             elif message.branch:
                 request = self._branches.start(engine, message, SamplingParams(**values), options)
             else:
-                request = add_or_fork(engine, message, without_text(SamplingParams(**values)), options)
+                own = SamplingParams(**values)
+                request = add_or_fork(engine, message, own if message.wants_receipt else without_text(own), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
@@ -248,6 +258,7 @@ class EngineService:
         live = _Live(
             request, [request.num_given] * count, [False] * count, chosen_late, only_at_the_end, owner=message.owner
         )
+        live.wants_receipt = message.wants_receipt
         self._live[message.id] = live
 
     def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
@@ -344,7 +355,8 @@ class EngineService:
             if request.prompt_scores is not None:
                 update.prompt_scores = request.prompt_scores.packed()
         if is_finished:
-            update.ended = ended(request)
+            is_wanted = live.wants_receipt and request.error is None
+            update.ended = ended(request, self.llm.receipt(request) if is_wanted else None)
             live.is_over = True
             self._forget(request.request_id)
         return update
