@@ -32,11 +32,11 @@ class BranchOpen(Strict, kw_only=True):
 
 
 class BranchFork(Strict, kw_only=True):
-    n: Annotated[int, Meta(ge=1, le=256)] = 1
+    n: Annotated[int, Meta(ge=1, le=256)] = 1  # number of forks
 
 
 class BranchAppend(Strict, kw_only=True):
-    prompt: Text | TokenIds
+    prompt: Text | TokenIds  # text or token ids to add
     to_answer: bool = False  # the tokens continue the answer: grammars and penalties read them
 
 
@@ -45,7 +45,7 @@ class BranchTruncate(Strict, kw_only=True):
 
 
 class BranchScore(Strict, kw_only=True):
-    continuations: Annotated[list[Text | TokenIds], Meta(min_length=1, max_length=256)]
+    continuations: Annotated[list[Text | TokenIds], Meta(min_length=1, max_length=256)]  # texts or lists of token ids
 
 
 class BranchGenerate(Generation, kw_only=True):
