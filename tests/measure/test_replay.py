@@ -14,8 +14,8 @@ from bifolio import LLM, BeamSearchParams, Grammar, SamplingParams, SpeculativeC
 from bifolio.api.receipts import checked_receipt, read_receipt
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError, RequestError
+from bifolio.kernels.operation_hook import hooked
 from bifolio.kernels.select import select_kernels
-from bifolio.measure.operation_hook import hooked
 from bifolio.measure.replay import check_identity, compare_operations, replay
 from bifolio.model.digests import digest_of_facts
 from bifolio.model.loaded import LoadedModel

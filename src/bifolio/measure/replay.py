@@ -18,8 +18,8 @@ from bifolio.api.outputs import returned_sequences
 from bifolio.api.receipts import Receipt, checked_receipt, params_of
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError, RequestError
+from bifolio.kernels.operation_hook import hooked
 from bifolio.long_rope import rope_of_length
-from bifolio.measure.operation_hook import hooked
 from bifolio.model import transformer
 from bifolio.sampling.grammar import compile_grammar
 from bifolio.sampling.thinking import AfterThinking
