@@ -101,6 +101,7 @@ class InferenceEngine:
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
+        self.weight_version = 0  # counts the exchanges of weights
         self.factory = RequestFactory(model, config, self.blocks, self.requests)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
@@ -334,6 +335,7 @@ class InferenceEngine:
     # -- details ----------------------------------------------------------------------------------------------------
     def _enqueue(self, request: Request) -> Request:
         self.batcher.add(request)
+        request.metrics.weight_version = self.weight_version
         self.requests[request.request_id] = request
         return request
 
