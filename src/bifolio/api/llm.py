@@ -28,10 +28,10 @@ from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import NUMERICS, SpeculativeConfig
+from bifolio.config import NUMERICS, SpeculativeConfig, TierSettings
 from bifolio.engine.build import build_engine
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import check_threads, parse_bytes
+from bifolio.engine.memory import check_threads, read_size
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
@@ -59,9 +59,10 @@ class LLM:
     `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for output that depends on
     the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
     each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
-    request. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only
-    vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all)
-    while weights are prepared.
+    request. Blocks that leave the cache are kept in `kv_offload` bytes of memory ("8GB") and in files under
+    `kv_offload_dir`, at most `kv_offload_disk` bytes. Sizes that are not given are small on the CPU and large on a GPU
+    (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
+    called with (layers prepared, layers in all) while weights are prepared.
     """
 
     def __init__(
@@ -91,6 +92,9 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         max_waiting: int | None = None,
+        kv_offload: int | str | None = None,
+        kv_offload_dir: str | Path | None = None,
+        kv_offload_disk: int | str | None = None,
         poison_free_blocks: bool = False,
         warm_up: bool = True,
         verbose: bool = False,
@@ -110,13 +114,14 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
+            tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip
         activations = activations_for(activations, self.model.config.num_parameters)
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)
         sizes: Any = {
             "num_blocks": num_blocks,
-            "memory": None if memory is None else parse_bytes(memory),
+            "memory": read_size(memory),
             "utilisation": gpu_memory_utilization,
         }
         draft = options.draft_model(self.model)
