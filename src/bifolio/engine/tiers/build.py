@@ -10,8 +10,8 @@ from bifolio.engine.tiers.content import BlockContent
 from bifolio.engine.tiers.files import FileTier
 from bifolio.engine.tiers.tier import MemoryTier, Tier
 from bifolio.engine.tiers.tiers import CacheTiers
-from bifolio.engine.transfer.blocks import fingerprint
 from bifolio.errors import ConfigError
+from bifolio.model.digests import model_digest, numerics_digest
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 
@@ -52,6 +52,13 @@ def new_tiers(
 def namespace(engine: InferenceEngine, draft: LoadedModel | LoadedHead | None = None) -> bytes:
     """Equal for engines that may share files: the same model, arithmetic, layout of a block, and draft head."""
     content = BlockContent(engine.runner.storage, engine.storages[1:])
-    head = repr(draft.config) if isinstance(draft, LoadedHead) else ""
-    parts = [f"{VERSION} {content.block_bytes} {content.state_bytes} {head}".encode(), fingerprint(engine)]
-    return blake2b(b"\n".join(parts), digest_size=16, person=b"bifolio-tiers").digest()
+    facts = (
+        VERSION,
+        content.block_bytes,
+        content.state_bytes,
+        engine.blocks.block_size,
+        model_digest(engine.model),
+        numerics_digest(engine.model, engine.runner.kernels, engine.config),
+        repr(draft.config) if isinstance(draft, LoadedHead) else "",
+    )
+    return blake2b(repr(facts).encode(), digest_size=16, person=b"bifolio-tiers").digest()

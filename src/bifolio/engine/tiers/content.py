@@ -8,6 +8,7 @@ from bifolio.engine.speculative.head_runner import HeadBlocks
 from bifolio.kernels.storage import BlockMover, KVStorage
 
 COUNT_BYTES = 4  # of the entries of a draft head
+HEAD_SECONDS = 1.0
 
 
 class BlockContent:
@@ -23,6 +24,11 @@ class BlockContent:
         self.block_bytes = self._size
         if self._head is not None:
             self.block_bytes += COUNT_BYTES + self._head.storage.layout.bytes_per_block
+
+    @property
+    def delay(self) -> float:
+        """Seconds until a block that was computed is complete: a draft head computes its entries some steps later."""
+        return HEAD_SECONDS if self._head is not None else 0.0
 
     @property
     def state_bytes(self) -> int:

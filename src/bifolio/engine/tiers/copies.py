@@ -35,12 +35,14 @@ class Copies:
     def __init__(self, blocks: KVCacheBlockManager, content: BlockContent, tiers: Sequence[Tier]) -> None:
         self._blocks, self._content, self._tiers = blocks, content, tiers
         self._waiting: OrderedDict[Key, bytes] = OrderedDict()  # -> root; in the cache, not copied yet
+        self._times: dict[Key, float] = {}  # when each of them may be copied
         self._copied: OrderedDict[Key, tuple[bytes, np.ndarray]] = OrderedDict()  # in no tier yet
         self._roots: dict[bytes, bytes] = {}  # of the blocks whose states may follow
         self._copied_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
         self._is_writing = False
+        self._is_flushed = False  # nothing waits for its time
         self.num_stored = 0  # blocks and states that the tiers were given
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="bifolio-tiers-store", daemon=True)
@@ -79,6 +81,7 @@ class Copies:
     def dropped_all(self) -> None:
         with self._changed:
             self._waiting.clear()
+            self._times.clear()
             self._roots.clear()
 
     def _wait(self, key: Key, root: bytes) -> None:
@@ -86,12 +89,15 @@ class Copies:
             self._roots[key.digest] = root
         if key not in self and key not in self._waiting:
             self._waiting[key] = root
+            if self._content.delay:
+                self._times[key] = time.monotonic() + self._content.delay
 
     def _copy_now(self, key: Key, read: Callable[[], np.ndarray]) -> None:
         if key not in self._waiting:  # most blocks have been copied by then
             return
         with self._changed:
             root = self._waiting.pop(key, None)
+            self._times.pop(key, None)
             if root is None:
                 return
             if self._copied_bytes >= MAX_COPIED_BYTES:
@@ -110,6 +116,8 @@ class Copies:
         """Wait until all is in the tiers; False after `seconds`."""
         end = time.monotonic() + seconds
         with self._changed:
+            self._is_flushed = True
+            self._changed.notify()
             while (self._waiting or self._copied or self._is_writing) and self._thread.is_alive():
                 left = end - time.monotonic()
                 if left <= 0:
@@ -118,7 +126,7 @@ class Copies:
         return True
 
     def close(self, seconds: float) -> None:
-        """Write what waits, within `seconds`, and end the thread."""
+        """Write waiting content, within `seconds`, and end the thread."""
         self.flush(seconds)
         with self._changed:
             self._closing = True
@@ -134,12 +142,11 @@ class Copies:
     def _next(self) -> bool:
         """Hand one copy to the tiers, or copy one block; False at the end."""
         with self._changed:
-            while not (self._copied or self._waiting or self._closing):
-                self._changed.wait()
-            if self._closing:
+            while (key := self._due()) is None and not self._closing:
+                self._changed.wait(self._content.delay if self._waiting else None)
+            if self._closing or key is None:
                 return False
             self._is_writing = True
-            key = next(iter(self._copied or self._waiting))
             found = self._copied.get(key)
         try:
             if found is None:
@@ -152,9 +159,17 @@ class Copies:
             done = self._copied.pop(key, None)
             if done is not None:
                 self._copied_bytes -= done[1].nbytes
+            self._times.pop(key, None)
             self._is_writing = False
             self._changed.notify_all()
         return True
+
+    def _due(self) -> Key | None:
+        """The next content to write: a copy, or a block that may be copied."""
+        key = next(iter(self._copied or self._waiting), None)
+        if key in self._times and key not in self._copied and not self._is_flushed:
+            return key if time.monotonic() >= self._times[key] else None
+        return key
 
     def _copy(self, key: Key) -> tuple[bytes, np.ndarray] | None:
         """Copy a block that waits; None if it has left meanwhile."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 MAX_TICKETS = 8  # sequences that wait for tiers at the same time
-CLOSE_SECONDS = 10.0  # for writing what waits
+CLOSE_SECONDS = 10.0  # for writing waiting blocks
 IDLE_SECONDS = 0.01  # that an engine without other work waits for a ticket, at most
 
 
@@ -203,7 +203,7 @@ class CacheTiers:
 def _close(
     copies: Copies, tickets: queue.SimpleQueue[Ticket | None], thread: threading.Thread, tiers: list[Tier]
 ) -> None:
-    """Write what waits, and end both threads; also at the end of the process."""
+    """Write waiting blocks, and end both threads; also at the end of the process."""
     copies.close(CLOSE_SECONDS)
     tickets.put(None)
     thread.join(CLOSE_SECONDS)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from bifolio import LLM, SamplingParams
 from bifolio.config import SpeculativeConfig, TierSettings
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.tiers import files
+from bifolio.engine.tiers import content, files
 from bifolio.engine.tiers.files import FileTier
 from bifolio.engine.tiers.tier import Key, MemoryTier
 from bifolio.errors import ConfigError
@@ -198,7 +198,8 @@ def run_all(engine: InferenceEngine, prompt: list[int], params: SamplingParams) 
 
 
 @pytest.mark.full
-def test_entries_of_a_draft_head_come_back_with_their_blocks(tmp_path: Path) -> None:
+def test_entries_of_a_draft_head_come_back_with_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "HEAD_SECONDS", 600.0)  # blocks are copied when all is written at the end
     target, head = tiny_folder(), str(eagle_folder())
     speculative = SpeculativeConfig("eagle", length=3, draft_model=head, adaptive=False)
     options: dict[str, Any] = {"speculative": speculative, "num_blocks": 64, "block_size": BLOCK, "max_model_len": 128,
@@ -359,13 +360,13 @@ def test_the_files_stay_within_their_budget(tmp_path: Path) -> None:
 
 def test_the_least_recently_used_content_makes_room(tmp_path: Path) -> None:
     keys = [Key(bytes([number]) * 16) for number in range(4)]
-    content = np.arange(100, dtype=np.uint8)
+    data = np.arange(100, dtype=np.uint8)
     size = 100 + files.HEADER.size
     for tier in (MemoryTier(300), FileTier(tmp_path, b"n" * 16, 3 * size)):
         for key in keys[:3]:
-            tier.put(key, b"r" * 16, content)
+            tier.put(key, b"r" * 16, data)
         assert tier.get(keys[0], b"r" * 16) is not None
-        tier.put(keys[3], b"r" * 16, content)
+        tier.put(keys[3], b"r" * 16, data)
         assert [key in tier for key in keys] == [True, False, True, True]
         assert tier.get(keys[2], b"s" * 16) is None  # of another root
         tier.put(Key(b"x" * 16), b"r" * 16, np.zeros(1000, np.uint8))  # larger than the tier
@@ -407,7 +408,7 @@ CHILD = """
 import sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from test_tiers import engine_on, prompt_of, run
+from test_cache_tiers import engine_on, prompt_of, run
 engine = engine_on(Path({folder!r}), {kind!r})
 print("ready", flush=True)
 for length in range(20, 100):
