@@ -33,7 +33,7 @@ _ENGINE_COUNTERS = {
     "recurrent_checkpoint_hits": ("num_checkpoint_hits", "Requests that began at a checkpoint."),
     "external_prefix_cache_queries": (
         "num_tier_queries",
-        "Tokens of prompts that were looked up in the tiers below the cache.",
+        "Prompt tokens looked up in the tiers below the cache.",
     ),
     "external_prefix_cache_hits": ("num_tier_hits", "Of those, tokens that came from a tier."),
     "tier_stored": ("num_tier_stored", "Blocks and states that the tiers were given."),
