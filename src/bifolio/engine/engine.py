@@ -255,24 +255,31 @@ class InferenceEngine:
         new_request_id: str,
         token_ids: Sequences[int],
         params: SamplingParams,
+        *,
+        num_kept: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Continue a kept conversation, with its salt, by `token_ids` and generate from there.
+        """Continue a kept conversation, or its first `num_kept` tokens, by `token_ids` and generate from there.
 
-        Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a new request instead.
+        The request has its salt. Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a
+        new request instead.
         """
         parent = self.batcher.kept(request_id)
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
-        request = self.factory.new_request(new_request_id, [*parent.token_ids, *token_ids], params, **options)
-        if params.prompt_logprobs is not None or request.rope != parent.request.rope:  # the prompt is computed whole
-            return self._enqueue(request)
+        known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
+        request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
         first = request.sequences[0]
+        shared = min(parent.num_computed, len(known), first.num_tokens - 1)
+        if params.prompt_logprobs is not None:  # the positions that score others are computed again
+            shared = min(shared, request.score_from)
+        if not shared or request.rope != parent.request.rope:
+            return self._enqueue(request)
         self.blocks.fork(parent.id, first.id)
         try:
-            self.blocks.truncate(first.id, min(parent.num_computed, first.num_tokens - 1))
-            first.num_draft_computed = min(parent.num_draft_computed, first.num_tokens - 1)
+            self.blocks.truncate(first.id, shared)
+            first.num_draft_computed = min(parent.num_draft_computed, shared)
             return self._enqueue(request)
         except BaseException:
             self.blocks.release(first.id)

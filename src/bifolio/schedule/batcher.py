@@ -213,9 +213,8 @@ class ContinuousBatcher:
             cached = self._blocks.resume(sequence.id)
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
-            cached = self._blocks.open_table(
-                sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=0 if wants_logits else None
-            )
+            most = request.score_from if wants_logits else None
+            cached = self._blocks.open_table(sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=most)
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
             if not self._drop_oldest(but=sequence):
@@ -267,7 +266,11 @@ class ContinuousBatcher:
         return True
 
     def kept(self, request_id: str) -> Sequence | None:
-        return self._kept.get(request_id)
+        """A kept conversation, which becomes the newest of them."""
+        sequence = self._kept.pop(request_id, None)
+        if sequence is not None:
+            self._kept[request_id] = sequence
+        return sequence
 
     def preempt(self, sequence: Sequence) -> None:
         """Release blocks and slot; the sequence is queued again and recomputed later, mostly from cached blocks."""
@@ -357,8 +360,3 @@ class ContinuousBatcher:
             self._blocks.rest(sequence.id)
         else:
             self._blocks.release(sequence.id)
-
-
-def unforked_children(sequence: Sequence) -> list[Sequence]:
-    """Sequences of the same request that are not yet forked from this one."""
-    return team(sequence)[1:] if sequence.group is None else []
