@@ -27,6 +27,7 @@ from bifolio.api.prompts import (
     suffix_of,
 )
 from bifolio.api.shared_engine import SharedEngine, Start
+from bifolio.api.snapshots import Saved, load, save
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
@@ -175,6 +176,17 @@ class LLM:
         _, tokens = self.prompt_tokens(prompt)
         state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens)))
         return Branch(self, state).compute()
+
+    def save(self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None) -> int:
+        """Write a branch, an output or tokens with their cached blocks to a file; its bytes.
+
+        `notes` are kept with it: values of JSON.
+        """
+        return save(self, text, path, notes)
+
+    def load(self, path: str | Path, *, recompute: bool = False) -> Branch:
+        """Continue a saved text, bit for bit. Another arithmetic is refused, or its tokens are computed again."""
+        return load(self, path, recompute)[0]
 
     def beam_search(
         self,

@@ -189,9 +189,8 @@ class InferenceEngine:
         """Read and process the tokens of the oldest launched step."""
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
-        if self.tiers is not None and ticket.plan.prefills:
-            num_tokens = sum(item.num_new for item in ticket.plan.prefills)
-            self.tiers.costs.computed(num_tokens, time.perf_counter() - ticket.started)
+        if self.tiers is not None:
+            self.tiers.collected(ticket.plan, ticket.started)
         if self.speculator is not None:
             self.speculator.collected(ticket.plan, ticket.started)
 
@@ -389,8 +388,6 @@ class InferenceEngine:
                     del self.requests[result.request_id]
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
-            if self.tiers is not None:
-                self.tiers.forget()
         return results
 
     def _count(self, plan: StepPlan) -> None:
