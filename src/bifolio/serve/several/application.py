@@ -176,7 +176,7 @@ def _wanted(scope: Scope, body: bytes) -> Wanted:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body that was read, and then what the connection gives."""
+    """A `receive` that gives the body that was read, and then the messages of the connection."""
     unread: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Any:
