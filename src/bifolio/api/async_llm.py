@@ -23,7 +23,7 @@ from bifolio.engine.thread import EngineThread
 from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import RequestOutputKind, SamplingParams
-from bifolio.sequence import Request, StepResult
+from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.text.chat_template import Message
 
 
@@ -152,10 +152,9 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            tokens = await asyncio.to_thread(self.llm.chat_tokens, conversation, tools=tools)
-            prompts.append({"prompt_token_ids": tokens})
+        prompts: list[Prompt] = [
+            await asyncio.to_thread(self.llm.chat_prompt, conversation, tools=tools) for conversation in conversations
+        ]
         return await self.generate(prompts, sampling_params)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -221,8 +220,9 @@ class AsyncLLM:
         def add(engine: InferenceEngine) -> list[Request]:
             requests: list[Request] = []
             try:
-                for new_id, (text, tokens), one in zip(ids, inputs, each, strict=True):
-                    requests.append(engine.add_request(new_id, tokens, one, prompt=text, priority=priority))
+                for new_id, prompt, one in zip(ids, inputs, each, strict=True):
+                    options: RequestOptions = {"prompt": prompt.text, "images": prompt.images, "priority": priority}
+                    requests.append(engine.add_request(new_id, prompt.token_ids, one, **options))
                     self._channels[new_id] = channel
             except BaseException:
                 self._end(engine, requests)

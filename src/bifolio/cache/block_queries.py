@@ -17,6 +17,7 @@ from bifolio.cache.storage import Page
 from bifolio.cache.table_states import TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError
+from bifolio.images import Mark
 
 
 class BlockQueries:
@@ -143,12 +144,15 @@ class BlockQueries:
     def _page(self, block_id: int, used: int) -> Page:
         return Page(block_id, used, self._pool.ref_counts[block_id], self._pool.digests[block_id] is not None)
 
-    def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
+    def _find_prefix(
+        self, token_ids: Sequence[int], root: bytes, max_cached: int | None, marks: Sequence[Mark] = ()
+    ) -> list[bytes]:
         """Digests of the leading full blocks that are cached, short of the last token."""
         if max_cached is not None:
             max_cached = whole("max_cached", max_cached)
+        size = self.block_size
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
         try:
-            return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
+            return find_chain(self._pool.cached, root, token_ids, limit // size, size, marks)
         except (TypeError, OverflowError):
             raise CacheError("token ids are whole numbers of 32 bits") from None

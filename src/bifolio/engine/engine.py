@@ -35,6 +35,7 @@ from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.errors import RequestError
+from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
 from bifolio.model.draft_head import LoadedHead
@@ -101,7 +102,7 @@ class InferenceEngine:
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
-        self.factory = RequestFactory(model, config, self.blocks, self.requests)
+        self.factory = RequestFactory(model, config, self.blocks, self.requests, self._refusal_of_images())
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._has_states = self.blocks.has_states
@@ -258,6 +259,7 @@ class InferenceEngine:
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
+        options["images"] = parent.request.images
         request = self.factory.new_request(new_request_id, [*parent.token_ids, *token_ids], params, **options)
         if params.prompt_logprobs is not None or request.rope != parent.request.rope:  # the prompt is computed whole
             return self._enqueue(request)
@@ -338,6 +340,12 @@ class InferenceEngine:
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
+
+    def _refusal_of_images(self) -> str | None:
+        """Why requests with images are refused; None: they are read."""
+        if self.model.tower is None:
+            return TEXT_ONLY
+        return None if self.runner.images is not None else ONE_CPU
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""
