@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.vision.families import gemma3
