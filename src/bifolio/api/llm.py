@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
+from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.prompts import (
     Params,
     Prompt,
-    PromptTokens,
     as_prompts,
     beam_params,
     checked_params,
@@ -45,6 +45,7 @@ from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
 from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import OnLoad
+from bifolio.prompts import PromptTokens
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.sequence import Request
@@ -173,8 +174,8 @@ class LLM:
 
     def open(self, prompt: Prompt) -> Branch:
         """Compute a prompt and hold it as a `Branch`: to fork, append to, generate from, score and cut it."""
-        _, tokens = self.prompt_tokens(prompt)
-        state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens)))
+        tokens = self.prompt_tokens(prompt)
+        state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens.token_ids), images=tokens.images))
         return Branch(self, state).compute()
 
     def save(self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None) -> int:
@@ -259,15 +260,19 @@ class LLM:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": self.chat_tokens(conversation, **options)} for conversation in conversations
-        ]
+        prompts: list[Prompt] = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
+        """Token ids of a conversation."""
+        return list(self.chat_prompt(messages, **options).token_ids)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> PromptTokens:
+        """The tokens and images of a conversation; special tokens come from the template alone (`text.roles`)."""
         tokenizer = self.model.require_tokenizer()
         check_messages(messages)
+        messages, images = taken_out(messages)
+        pictures = [required_vision(self.model).read(image) for image in images]
         if options.get("tools") and self.model.chat_template is not None:
             check_takes_tools(self.model.chat_template)
         placeholders = Placeholders(tokenizer.special_tokens)
@@ -277,7 +282,10 @@ class LLM:
             special_tokens=self.model.special_tokens,
             **placeholders.protect(options),
         )
-        return tokenizer.encode_parts(placeholders.parts(text))
+        parts = placeholders.parts(text)
+        if pictures:
+            return parts_with_images(self.model, parts, pictures)
+        return PromptTokens(None, tokenizer.encode_parts(parts))
 
     # -- configuration -----------------------------------------------------------------------------------------
     def print_plan(self) -> None:
@@ -344,18 +352,25 @@ class LLM:
         return prompts, each
 
     def prompt_tokens(self, prompt: Prompt) -> PromptTokens:
-        """(text or None, token ids) of a prompt in any of its forms."""
+        """The text, token ids and images of a prompt in any of its forms."""
+        if isinstance(prompt, PromptTokens):
+            return prompt
         text: str | None = None
         suffix = suffix_of(prompt)
         token_ids: Any = prompt
         if isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            images = given_images(prompt)
+            if images:
+                if suffix is not None:
+                    raise RequestError("a prompt has either a suffix or images: leave one of them out")
+                return with_images(self.model, text, token_ids, images)
             token_ids = text if token_ids is None else token_ids
         if suffix is not None and token_ids is not None:
             infill = self.model.require_infill()
-            return text, infill.prompt(self.model.require_tokenizer(), token_ids, suffix)
+            return PromptTokens(text, infill.prompt(self.model.require_tokenizer(), token_ids, suffix))
         if isinstance(token_ids, str):
             text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
         if token_ids is None or isinstance(token_ids, Mapping):
             raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
-        return text, token_ids
+        return PromptTokens(text, token_ids)

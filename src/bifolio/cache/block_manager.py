@@ -32,6 +32,7 @@ from bifolio.cache.keeper import BlockKeeper
 from bifolio.cache.table_states import StatePass, StateRequest, TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
+from bifolio.images import Mark
 from bifolio.kernels.storage import BlockMover
 
 
@@ -79,16 +80,23 @@ class KVCacheBlockManager(BlockQueries):
     # -- verbs -------------------------------------------------------------------------------------------------------
 
     def open_table(
-        self, sequence_id: int, token_ids: Sequence[int] = (), *, salt: bytes = b"", max_cached: int | None = None
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int] = (),
+        *,
+        salt: bytes = b"",
+        max_cached: int | None = None,
+        marks: tuple[Mark, ...] = (),
     ) -> int:
         """Open a table on the longest cached prefix of `token_ids`; return the number of tokens it already holds.
 
         At least one token is left to compute, since its logits are needed. `max_cached` limits the tokens reused.
+        `marks`: of tokens whose ids do not tell their content.
         """
         with self.lock:
             self._check_new(sequence_id)
-            table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching)
-            table.chain = self._find_prefix(token_ids, table.root, max_cached)
+            table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching, marks)
+            table.chain = self._find_prefix(token_ids, table.root, max_cached, marks)
             self._tables[sequence_id] = table
             if self._states is not None:
                 table.state = self._states.open(table.chain)
@@ -146,7 +154,7 @@ class KVCacheBlockManager(BlockQueries):
             self._check_new(child_id)
             self.check_fork(parent_id)
             state = None if self._states is None or parent.state is None else self._states.fork(parent.state)
-            child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes)
+            child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes, parent.marks)
             child.block_ids = list(parent.block_ids)
             child.num_tokens = parent.num_tokens
             child.chain = list(parent.chain)

@@ -18,6 +18,7 @@ from bifolio.cache.storage import Page
 from bifolio.cache.table_states import TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError
+from bifolio.images import Mark
 
 
 class _Either:
@@ -140,7 +141,12 @@ class BlockQueries:
             return count * self.block_size
 
     def further_prefix(
-        self, token_ids: Sequence[int], salt: bytes, blocks: Container[bytes], states: Container[bytes]
+        self,
+        token_ids: Sequence[int],
+        salt: bytes,
+        marks: tuple[Mark, ...],
+        blocks: Container[bytes],
+        states: Container[bytes],
     ) -> tuple[int, list[bytes]]:
         """(Leading blocks that `open_table` would find, digests of the following ones that a tier has).
 
@@ -148,7 +154,8 @@ class BlockQueries:
         """
         with self.lock:
             known, root = _Either(self._pool.cached, blocks), root_digest(salt)
-            chain = find_chain(known, root, token_ids, (len(token_ids) - 1) // self.block_size, self.block_size)
+            size = self.block_size
+            chain = find_chain(known, root, token_ids, (len(token_ids) - 1) // size, size, marks)
             held = next((place for place, digest in enumerate(chain) if digest not in self._pool.cached), len(chain))
             if self._states is not None:
                 held = self._states.usable(chain[:held])
@@ -181,12 +188,15 @@ class BlockQueries:
     def _page(self, block_id: int, used: int) -> Page:
         return Page(block_id, used, self._pool.ref_counts[block_id], self._pool.digests[block_id] is not None)
 
-    def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
+    def _find_prefix(
+        self, token_ids: Sequence[int], root: bytes, max_cached: int | None, marks: Sequence[Mark] = ()
+    ) -> list[bytes]:
         """Digests of the leading full blocks that are cached, short of the last token."""
         if max_cached is not None:
             max_cached = whole("max_cached", max_cached)
+        size = self.block_size
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
         try:
-            return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
+            return find_chain(self._pool.cached, root, token_ids, limit // size, size, marks)
         except (TypeError, OverflowError):
             raise CacheError("token ids are whole numbers of 32 bits") from None

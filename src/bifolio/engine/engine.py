@@ -36,6 +36,7 @@ from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.tiers.build import new_tiers
 from bifolio.errors import RequestError
+from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
 from bifolio.model.draft_head import LoadedHead
@@ -102,7 +103,7 @@ class InferenceEngine:
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
-        self.factory = RequestFactory(model, config, self.blocks, self.requests)
+        self.factory = RequestFactory(model, config, self.blocks, self.requests, self._refusal_of_images())
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._has_states = self.blocks.has_states
@@ -267,6 +268,7 @@ class InferenceEngine:
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
+        options.setdefault("images", parent.request.images)
         known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
         request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
         first = request.sequences[0]
@@ -357,6 +359,12 @@ class InferenceEngine:
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
+
+    def _refusal_of_images(self) -> str | None:
+        """Why requests with images are refused; None: they are read."""
+        if self.model.tower is None:
+            return TEXT_ONLY
+        return None if self.runner.images is not None else ONE_CPU
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""

@@ -213,8 +213,13 @@ class ContinuousBatcher:
             cached = self._blocks.resume(sequence.id)
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
-            most = request.score_from if wants_logits else None
-            cached = self._blocks.open_table(sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=most)
+            cached = self._blocks.open_table(
+                sequence.id,
+                sequence.token_ids,
+                salt=request.cache_salt,
+                marks=request.marks,
+                max_cached=request.score_from if wants_logits else None,
+            )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
             if not self._drop_oldest(but=sequence):

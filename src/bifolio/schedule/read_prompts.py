@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.sequence import Sequence
 
@@ -16,7 +18,7 @@ class ReadPrompts:
     def __init__(self, running: list[Sequence], blocks: KVCacheBlockManager) -> None:
         self._blocks = blocks
         self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens without a block yet)
-        self._prefixes: dict[tuple[bytes, int, int], list[list[int]]] = {}  # by salt, number of tokens, last token
+        self._prefixes: dict[tuple[Any, ...], list[list[int]]] = {}  # by `_prefix_key`
         self._ends: set[int] = set()  # the numbers of tokens in the keys above
         for sequence in running:
             self._note(sequence)
@@ -29,8 +31,7 @@ class ReadPrompts:
         if not sequence.is_dormant and sequence.num_uncomputed > size:
             end = sequence.num_scheduled // size * size + size  # the next block that it will complete
             self._ends.add(end)
-            key = sequence.request.cache_salt, end, sequence.token_ids[end - 1]
-            self._prefixes.setdefault(key, []).append(sequence.token_ids)
+            self._prefixes.setdefault(_prefix_key(sequence, end), []).append(sequence.token_ids)
 
     def will_know_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill computes a prefix that this sequence shares, so that waiting saves work."""
@@ -41,7 +42,7 @@ class ReadPrompts:
             other[:end] == tokens[:end]
             for end in self._ends
             if end < count
-            for other in self._prefixes.get((request.cache_salt, end, tokens[end - 1]), ())
+            for other in self._prefixes.get(_prefix_key(sequence, end), ())
         )
 
     def blocks_with(self, sequence: Sequence, cached: int) -> int:
@@ -57,3 +58,9 @@ class ReadPrompts:
         self._note(sequence)
         if len(self._tokens) > known:
             self._num_blocks = num_blocks
+
+
+def _prefix_key(sequence: Sequence, end: int) -> tuple[Any, ...]:
+    """Equal for prefixes of `end` tokens that may be equal; the tokens before the last one are compared."""
+    request = sequence.request
+    return request.cache_salt, end, sequence.token_ids[end - 1], request.marks_until(end)

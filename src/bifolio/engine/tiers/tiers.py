@@ -108,7 +108,9 @@ class CacheTiers:
         if len(self._asked) >= MAX_ASKED:  # most of them ended while they waited
             self._asked.clear()
         self._asked.add(sequence.id)
-        first, digests = self._blocks.further_prefix(sequence.token_ids, request.cache_salt, *self._known)
+        first, digests = self._blocks.further_prefix(
+            sequence.token_ids, request.cache_salt, request.marks, *self._known
+        )
         size = self._blocks.block_size
         self._num_queries += max(sequence.num_tokens - first * size, 0)
         count = len(digests)
@@ -149,7 +151,8 @@ class CacheTiers:
     def _store(self, engine: InferenceEngine, ticket: Ticket) -> int:
         """Store the blocks of a ticket behind those that the cache has now; the number of tokens gained."""
         sequence, blocks = ticket.sequence, self._blocks
-        arrival = Arrival(engine, sequence.token_ids, sequence.request.cache_salt, sequence.id)
+        request = sequence.request
+        arrival = Arrival(engine, sequence.token_ids, request.cache_salt, sequence.id, request.marks)
         held = arrival.num_blocks
         arrived = ticket.blocks[held - ticket.first :] if held >= ticket.first else []
         is_whole = bool(arrived) and arrival.add([self._content.of_target(block) for block in arrived])
