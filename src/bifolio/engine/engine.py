@@ -314,10 +314,14 @@ class InferenceEngine:
     def close(self) -> None:
         """End all requests, the processes of other ranks, and the tiers once all blocks are written."""
         self.abort_all()
-        if self.tiers is not None:
-            self.tiers.close()
+        self.close_tiers()
         if self.runner.peers is not None:
             self.runner.peers.close()
+
+    def close_tiers(self) -> None:
+        """Write the blocks that wait for the tiers."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def stats(self) -> EngineStats:
         self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)

@@ -64,6 +64,9 @@ def capture(
 ) -> Snapshot:
     """A text with the blocks of its prefix that the cache holds; on the thread that owns the engine."""
     tokens = list(token_ids)
+    vision = engine.model.vision
+    if vision is not None and vision.row_token in tokens:
+        raise SnapshotError("a text with images cannot be saved yet: save the text without them")
     salts = _salts(engine, salt)
     full = max(salts, key=lambda one: engine.blocks.cached_prefix_length(tokens, salt=one))
     blocks = read_blocks(engine, tokens, full, 0, len(tokens))

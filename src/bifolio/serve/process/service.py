@@ -88,15 +88,10 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.close()
-        self.close_tiers()
+        self.llm.engine.close_tiers()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
-
-    def close_tiers(self) -> None:
-        """Write the blocks that wait; the engine's thread has ended."""
-        if self.llm.engine.tiers is not None:
-            self.llm.engine.tiers.close()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
