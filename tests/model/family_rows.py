@@ -15,6 +15,7 @@ import pytest
 from expert_rows import EXPERT_ROWS
 from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
+from later_rows import LATER_ROWS
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
 
@@ -276,7 +277,7 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 ROWS |= {
     name: Row(config, tiny, real, peer=peer)
-    for name, (config, tiny, real, peer) in {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS}.items()
+    for name, (config, tiny, real, peer) in {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS}.items()
 }
 
 

@@ -257,7 +257,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granitehybrid", {"layer_types": ["attention"] * 40}, "without positions"),
     ("bamba", {"attn_layer_indices": None}, "without any attention"),
     ("bamba", {"attn_layer_indices": list(range(32))}, "no recurrent layer"),
-    ("bamba", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    ("bamba", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not supported"),
 ]  # fmt: skip
 
 
