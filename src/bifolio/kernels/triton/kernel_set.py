@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import triton
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, UnsupportedModelError
 from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.interface import (
     Array,
@@ -34,6 +34,7 @@ from bifolio.kernels.interface import (
     SlotSizes,
     StepProgram,
     Storage,
+    XieluCoefficients,
 )
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
@@ -55,6 +56,7 @@ from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
+NO_SCAN = "selective recurrent layers (Mamba) are not supported on a GPU: use --device cpu"
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
@@ -141,6 +143,8 @@ class TritonKernels(TorchArrays):
         return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        if recurrence.kind == "selective":
+            raise UnsupportedModelError(NO_SCAN)
         return self._torch.prepare_recurrence(recurrence)
 
     # -- the network ------------------------------------------------------------------------------------------------
@@ -217,6 +221,12 @@ class TritonKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         return self._torch.act(tensor(x), activation)
 
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        return self._torch.xielu(tensor(x), coefficients)
+
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        return self._torch.weigh(tensor(x), routing)
+
     def gate(self, x: Array, logits: Array) -> Array:
         return norm.gate(tensor(x), tensor(logits))
 
@@ -237,9 +247,14 @@ class TritonKernels(TorchArrays):
         return Mixture(compute, len(values))
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        if recurrence.kind == "selective":
+            raise UnsupportedModelError(NO_SCAN)
         if self._states is None or batch.states is None or self._states.use is not batch.states:
             self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
         return recur(tensor(x), recurrence, self._states, storage)
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        raise UnsupportedModelError(NO_SCAN)
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         return self._torch.mix_streams(tensor(x), tensor(coefficients), streams)

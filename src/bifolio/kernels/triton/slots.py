@@ -15,6 +15,7 @@ from bifolio.kernels.interface import Array, Batch, DraftNetwork, Network, SlotS
 from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
+from bifolio.kernels.triton.attention import check_shape
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.draft_draws import MOST, DraftDraws
@@ -39,6 +40,10 @@ class TritonSlots:
             raise UnsupportedModelError(
                 "on a GPU all layers with the same window must have the same heads: use the CPU"
             )
+        for shape in network.shapes:
+            check_shape(shape)
+        if not network.shapes:
+            raise UnsupportedModelError("models without attention are not supported on a GPU: use --device cpu")
         self._kernels, self._sizes, self._vocab_size = kernels, sizes, sizes.vocab_size
         self._storage, self._block_size = storage, storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)

@@ -44,7 +44,8 @@ def check_scaled(values: Writing) -> dict[str, Any]:
 
 def windows(values: Reading) -> Windows:
     if values.json.get(TYPES) is not None:
-        return BY_TYPE.read(values)
+        found: Windows = BY_TYPE.read(values)
+        return found
     every = values.json.count(EVERY, 4)
     return of_layers(values, [(layer + 1) % every != 0 for layer in values.layers])
 

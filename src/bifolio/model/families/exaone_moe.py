@@ -1,4 +1,4 @@
-"""EXAONE with experts (K-EXAONE): sigmoid routing with a bias; windows on three of four layers, no rope on the fourth."""
+"""EXAONE with experts (K-EXAONE): sigmoid routing with a bias; three of four layers have a window, and rope."""
 
 from __future__ import annotations
 

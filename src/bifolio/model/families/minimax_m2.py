@@ -1,4 +1,4 @@
-"""MiniMax-M2: sigmoid routing with a bias, norms on all query and key heads of a token together, rope on half of each."""
+"""MiniMax-M2: sigmoid routing with a bias, norms on all heads of a token together, rope on half of each head."""
 
 from __future__ import annotations
 
