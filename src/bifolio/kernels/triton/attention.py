@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton
 
-from bifolio.errors import PhaseError, UnsupportedModelError
+from bifolio.errors import PhaseError
 from bifolio.kernels.cuda.row_attention import FEW_SEQUENCES, can_attend, can_fuse, row_attention
 from bifolio.kernels.interface import (
     Array,
@@ -44,12 +44,9 @@ from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new
 from bifolio.kernels.triton.tiles import prefill_tile
 
 
-def check_shape(shape: AttentionShape) -> None:
-    """Raise UnsupportedModelError for layers whose attention has no kernel on a GPU."""
-    if shape.slopes is not None:
-        raise UnsupportedModelError("attention with linear biases (ALiBi) is not supported on a GPU: use --device cpu")
-    if shape.in_chunks:
-        raise UnsupportedModelError("attention in chunks (Llama 4) is not supported on a GPU: use --device cpu")
+def is_composed(shape: AttentionShape) -> bool:
+    """Whether no kernel computes the layer: it is composed of torch operations, outside of CUDA graphs."""
+    return shape.slopes is not None or shape.in_chunks
 
 
 @dataclass(slots=True)
@@ -103,7 +100,6 @@ class Attention:
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
         """[t, heads * dim]; 0 for padding."""
-        check_shape(shape)
         staged = self._stage(segments)
         near, tables = staged[0], staged[0].segment.block_tables
         if near.is_near and storage is not None and tables is not None:

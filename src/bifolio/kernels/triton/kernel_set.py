@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import triton
 
-from bifolio.errors import ConfigError, UnsupportedModelError
+from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.interface import (
     Array,
@@ -42,7 +42,7 @@ from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
-from bifolio.kernels.triton.attention import Attention
+from bifolio.kernels.triton.attention import Attention, is_composed
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
@@ -56,7 +56,6 @@ from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
-NO_SCAN = "selective recurrent layers (Mamba) are not supported on a GPU: use --device cpu"
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
@@ -143,8 +142,6 @@ class TritonKernels(TorchArrays):
         return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
-        if recurrence.kind == "selective":
-            raise UnsupportedModelError(NO_SCAN)
         return self._torch.prepare_recurrence(recurrence)
 
     # -- the network ------------------------------------------------------------------------------------------------
@@ -248,13 +245,13 @@ class TritonKernels(TorchArrays):
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         if recurrence.kind == "selective":
-            raise UnsupportedModelError(NO_SCAN)
+            return self._torch.recur(tensor(x), recurrence, batch, storage)
         if self._states is None or batch.states is None or self._states.use is not batch.states:
             self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
         return recur(tensor(x), recurrence, self._states, storage)
 
     def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        raise UnsupportedModelError(NO_SCAN)
+        return self._torch.scan(tensor(x), recurrence, batch, storage)
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         return self._torch.mix_streams(tensor(x), tensor(coefficients), streams)
@@ -287,6 +284,8 @@ class TritonKernels(TorchArrays):
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
+        if is_composed(shape):
+            return self._torch.attend(heads, shape, segments, storage)
         return self.attention.attend(heads, shape, segments, storage)
 
     def stage_states(self, states: StagedStates) -> None:
