@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import FaultKind
+from bifolio.images import Mark, PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.long_rope import salt_of_rope
 from bifolio.sampling_params import SamplingParams
@@ -279,6 +280,7 @@ class RequestOptions(TypedDict, total=False):
     salt: bytes
     num_given: int
     score_from: int
+    images: tuple[PromptImage, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -294,6 +296,7 @@ class Request:
     priority: int = 0  # smaller runs first
     turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
     num_given: int = 0  # output tokens that were known before: the last ones of the tokens that it was added with
     score_from: int = 0  # prompt logprobs are those of the tokens after this position
@@ -308,10 +311,12 @@ class Request:
     search: Any = None  # the beam search, if the request is one
     steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
     wants_logprobs: bool = field(init=False)  # of every sampled token
+    marks: tuple[Mark, ...] = field(init=False, repr=False)  # of the images, for the digests of blocks
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt as an array, for hashing and copying
 
     def __post_init__(self) -> None:
         self.wants_logprobs = self.params.needs_logprobs
+        self.marks = tuple(image.mark for image in self.images)
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
 
     def set_error(self, fault: FaultKind, message: str) -> None:
@@ -322,6 +327,10 @@ class Request:
     def cache_salt(self) -> bytes:
         """The salt of the digests of its blocks: keys that the two sets of LongRoPE rotated are never shared."""
         return salt_of_rope(self.rope, self.salt)
+
+    def marks_until(self, end: int) -> tuple[Mark, ...]:
+        """The marks of the first `end` tokens."""
+        return tuple(mark for mark in self.marks if mark.start < end) if self.marks else ()
 
     @property
     def is_finished(self) -> bool:

@@ -54,7 +54,7 @@ class Trees:
         hybrid = self.model.config.recurrent is not None
         drafts = SpeculativeConfig("ngram", length=3) if rng.random() < 0.3 else None
         self.engine = make_engine(
-            self.model, kernels=kernels(), num_blocks=int(rng.integers(36, 60)), block_size=4, max_model_len=96,
+            self.model, kernels=kernels(), num_blocks=int(rng.integers(27, 40)), block_size=4, max_model_len=96,
             max_num_seqs=4, token_budget=24, chunk_size=int(rng.integers(3, 20)), speculative=drafts,
             enable_prefix_caching=bool(rng.random() < 0.7), num_states=24 if hybrid else 0,
             checkpoint_tokens=8 if hybrid and rng.random() < 0.5 else None,
@@ -97,7 +97,9 @@ class Trees:
             return
         branch = free[int(self.rng.integers(len(free)))]
         if verb == "crowd":
-            self.engine.add_request(self.new_id(), self.tokens(10, 60), SamplingParams(temperature=0.0, max_tokens=5))
+            for _ in range(3):  # together they outgrow the cache
+                params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
+                self.engine.add_request(self.new_id(), self.tokens(30, 60), params)
         elif verb != "generate" or branch.num_tokens < 84:
             getattr(self, f"do_{verb}")(branch)
 

@@ -47,12 +47,12 @@ def generated(engine: InferenceEngine, owner: BranchOwner, branch: BranchState, 
 @pytest.mark.parametrize("name", MODELS)
 def test_random_trees(name: str) -> None:
     results = preemptions = 0
-    for seed in range(4):
+    for seed in range(2):
         trees = Trees(MODELS[name](), seed)
         trees.run(60)
         results += trees.num_results
         preemptions += trees.engine.stats().num_preemptions
-    assert results > 40
+    assert results > 20
     assert preemptions > 0
 
 

@@ -68,7 +68,7 @@ def test_the_calls_of_a_trainer_in_order(server: RunningServer, weights: tuple[P
         assert after["choices"][0]["token_ids"] == expected_of(weights[1])[0] != tokens
         assert (after["weight_version"], after["num_weight_changes"]) == (version + 1, 0)
         assert http.post("/update_weights", json={"weight_dir": str(weights[0])}).status_code == 200
-        assert rollout(http)["choices"] == before["choices"]
+        assert rollout(http)["choices"][0]["token_ids"] == tokens
 
 
 def test_a_paused_request_waits_and_an_aborted_one_ends(server: RunningServer) -> None:
@@ -123,7 +123,7 @@ def test_wrong_weights_are_refused(server: RunningServer) -> None:
         ):
             assert http.post("/update_weights", json={"weight_dir": folder}).status_code == 400
         assert http.post("/pause", params={"mode": "sleep"}).status_code == 400
-        assert rollout(http)["choices"] == before["choices"]
+        assert rollout(http)["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
 
 
 def test_updates_are_refused_unless_they_are_allowed() -> None:

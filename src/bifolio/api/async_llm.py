@@ -94,8 +94,9 @@ class AsyncLLM:
 
     async def open(self, prompt: Prompt) -> AsyncBranch:
         """Compute a prompt and hold it as an `AsyncBranch`, as `LLM.open` does."""
-        _, tokens = await asyncio.to_thread(self.llm.prompt_tokens, prompt)
-        state = await self.with_engine(lambda: self.llm.branches.open(as_token_ids(tokens)))
+        tokens = await asyncio.to_thread(self.llm.prompt_tokens, prompt)
+        ids = as_token_ids(tokens.token_ids)
+        state = await self.with_engine(lambda: self.llm.branches.open(ids, images=tokens.images))
         return await AsyncBranch(self, state).compute()
 
     async def beam_search(
@@ -179,10 +180,9 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            tokens = await asyncio.to_thread(self.llm.chat_tokens, conversation, tools=tools)
-            prompts.append({"prompt_token_ids": tokens})
+        prompts: list[Prompt] = [
+            await asyncio.to_thread(self.llm.chat_prompt, conversation, tools=tools) for conversation in conversations
+        ]
         return await self.generate(prompts, sampling_params)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -247,8 +247,8 @@ class AsyncLLM:
         return await self._added(
             ids,
             lambda engine: (
-                engine.add_request(new_id, tokens, one, prompt=text, priority=priority)
-                for new_id, (text, tokens), one in every
+                engine.add_request(new_id, own.token_ids, one, prompt=own.text, images=own.images, priority=priority)
+                for new_id, own, one in every
             ),
         )
 

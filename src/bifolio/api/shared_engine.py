@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
-from bifolio.api.prompts import PromptTokens
 from bifolio.api.stream import TokenStream
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.prompts import PromptTokens
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request, StepResult
+from bifolio.sequence import Request, RequestOptions, StepResult
 
 Start: TypeAlias = Callable[[InferenceEngine, str], Request | None]  # makes the request of an id, if one is needed
 T = TypeVar("T")
@@ -74,10 +74,10 @@ class SharedEngine:
         priority: int,
         results: list[StepResult] | None,
     ) -> Request:
-        text, token_ids = prompt
+        options: RequestOptions = {"prompt": prompt.text, "images": prompt.images, "priority": priority}
         with self._lock:
             self._check_owner()
-            request = self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+            request = self.engine.add_request(request_id, prompt.token_ids, params, **options)
             if results is not None:
                 self._streams[request_id] = results
             return request

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import EmptyPromptError, RequestError
+from bifolio.images import PromptImage
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Request, RequestOptions
 
@@ -49,6 +50,7 @@ class BranchState:
     num_kept: int = 0  # first tokens of the trunk that belong to the branch
     tail: list[int] = field(default_factory=list)
     num_prompt: int = 0  # tokens before the answer
+    images: tuple[PromptImage, ...] = ()  # among these tokens
     changing: Request | None = None  # of the operation that will change it
     is_closed: bool = False
 
@@ -74,12 +76,19 @@ class BranchOwner:
         self._abandoned: deque[Trunk] = deque()  # of branches that were dropped without `close`
 
     # -- tokens ----------------------------------------------------------------------------------------------------
-    def open(self, token_ids: Sequences[int], *, salt: bytes = b"", owner: str = "") -> BranchState:
+    def open(
+        self,
+        token_ids: Sequences[int],
+        *,
+        salt: bytes = b"",
+        owner: str = "",
+        images: tuple[PromptImage, ...] = (),
+    ) -> BranchState:
         """A branch of these tokens; `missing` computes them."""
         if not len(token_ids):
             raise EmptyPromptError("a branch begins with at least one token: pass a prompt")
         tokens = list(token_ids)
-        return BranchState(salt, owner, tail=tokens, num_prompt=len(tokens))
+        return BranchState(salt, owner, tail=tokens, num_prompt=len(tokens), images=images)
 
     def append(self, branch: BranchState, token_ids: Sequences[int], *, to_answer: bool = False) -> None:
         """Add tokens; they end the answer, unless they belong to it."""
@@ -95,6 +104,12 @@ class BranchOwner:
             raise RequestError(
                 f"a branch of {branch.num_tokens} tokens cannot be truncated to {num_tokens}: keep at least one of them"
             )
+        cut = next((image for image in branch.images if image.start < num_tokens < image.end), None)
+        if cut is not None:
+            raise RequestError(
+                f"a branch cannot be truncated inside an image: keep {cut.start} tokens or at least {cut.end}"
+            )
+        branch.images = tuple(image for image in branch.images if image.end <= num_tokens)
         if num_tokens >= branch.num_kept:
             del branch.tail[num_tokens - branch.num_kept :]
         else:
@@ -107,9 +122,7 @@ class BranchOwner:
         self._check(branch)
         if branch.trunk is not None:
             branch.trunk.num_branches += 1
-        return BranchState(
-            branch.salt, branch.owner, branch.trunk, branch.num_kept, list(branch.tail), branch.num_prompt
-        )
+        return replace(branch, tail=list(branch.tail), changing=None)
 
     def close(self, branch: BranchState) -> None:
         """Forget the branch; the last one of a trunk releases its blocks."""
@@ -212,6 +225,7 @@ class BranchOwner:
             self._drop(self._abandoned.popleft())
         trunk = branch.trunk
         options.setdefault("owner", branch.owner)
+        options["images"] = branch.images
         if trunk is not None and self._engine.batcher.kept(trunk.request_id) is not None:
             return self._engine.fork(
                 trunk.request_id, request_id, token_ids, params, num_kept=branch.num_kept, **options

@@ -38,11 +38,13 @@ class RequestFactory:
         config: EngineConfig,
         blocks: KVCacheBlockManager,
         running: Mapping[str, Request],  # the engine's unfinished requests, read for their ids
+        refuses_images: str | None = None,  # the reason; None: images are read
     ) -> None:
         self._model = model
         self._config = config
         self._blocks = blocks
         self._running = running
+        self._refusal_of_images = refuses_images
         self._numbers = count()  # order of arrival
 
     def new_request(
@@ -56,6 +58,8 @@ class RequestFactory:
         known = as_token_ids(prompt_token_ids)
         params = own.sampling if isinstance(own, BeamSearchParams) else own
         self._check(request_id, known, params)
+        if options.get("images") and self._refusal_of_images is not None:
+            raise RequestError(self._refusal_of_images)
         given = _checked_given(options.get("num_given", 0), known, own)
         room, count = self._config.max_model_len - len(known), len(known)
         most = longest_output(self._model.config, count, params.max_tokens)

@@ -17,6 +17,9 @@ def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: Model
     method = None if engine.config.speculative is None else engine.config.speculative.method
     if engine.slots.device is not None or engine.runner.peers is not None or method not in (None, "ngram"):
         raise ConfigError("weights are replaced on the CPU, in one process and without a draft model: make a new LLM")
+    if engine.tiers is not None or model.tower is not None:
+        kind = "a model that reads images" if model.tower is not None else "tiers, which hold blocks of the old weights"
+        raise ConfigError(f"weights are not replaced with {kind}: make a new LLM")
     engine.take_back()
     while engine.batcher.drop_kept():
         pass

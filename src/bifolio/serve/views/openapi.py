@@ -51,7 +51,7 @@ ROLLOUT_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     (
         "/inference/v1/generate",
         "post",
-        "Token ids to token ids with logprobs, for trainers",
+        "Rollouts by token ids, for trainers",
         t.RolloutRequest,
         t.Rollout,
     ),
