@@ -254,9 +254,9 @@ class ContinuousBatcher:
             cached = self._blocks.resume(sequence.id)
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
-            content = {"salt": request.cache_salt, "marks": request.marks}
-            most = 0 if wants_logits else None
-            cached = self._blocks.open_table(sequence.id, sequence.token_ids, max_cached=most, **content)
+            most, salt = 0 if wants_logits else None, request.cache_salt
+            tokens, marks = sequence.token_ids, request.marks
+            cached = self._blocks.open_table(sequence.id, tokens, salt=salt, max_cached=most, marks=marks)
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
             if not self._drop_oldest(but=sequence):

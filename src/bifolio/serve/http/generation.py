@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.api.messages import Ended, NewTokens, Start, Thinking, Update
+from bifolio.api.messages import Ended, Image, NewTokens, Start, Thinking, Update
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.images import PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.http.auth import Receive, Tenant
@@ -53,6 +54,7 @@ class Job:
     request_id: str = ""  # of the engine's first request, once it was started
     transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
     prefill_at: str = ""  # the prefill engine that a gateway chose
+    images: tuple[PromptImage, ...] = ()  # of its only prompt
 
     @classmethod
     def of(
@@ -154,6 +156,7 @@ class Run:
                     job.keeps,
                     job.parent,
                     job.prefill_at,
+                    [Image.of(image) for image in job.images],
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

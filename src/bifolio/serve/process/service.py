@@ -31,7 +31,7 @@ from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.serve.process.block_transfer import BlockTransfer
-from bifolio.serve.process.conversations import ConversationStore, add_or_fork
+from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.embedding import EmbeddingQueue
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
@@ -223,10 +223,11 @@ class EngineService:
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
         options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
-        prompt = message.prompt_token_ids
         try:
+            options["images"] = images_of(message, self.llm.model)
             if message.is_beam_search:
-                request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
+                prompt, search = message.prompt_token_ids, BeamSearchParams(**values)
+                request = engine.add_request(message.id, prompt, search, **options)
             else:
                 request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
         except BifolioError as error:
@@ -234,8 +235,7 @@ class EngineService:
             return
         count, is_chosen_late = len(request.sequences), _is_chosen_late(request)
         only_at_the_end = message.final_only or (is_chosen_late and not message.wants_steps)
-        if message.wants_steps:
-            request.steps = []
+        request.steps = [] if message.wants_steps else None
         self._unstarted.add(message.id)
         live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
         self._live[message.id] = live

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.vision.families import gemma3
 from bifolio.model.vision.tower import Vision
 
-FAMILIES = {kind: family.read for family in (gemma3,) for kind in family.TYPES}
+FAMILIES: dict[str, Callable[[JsonObject, JsonObject], Vision]] = {
+    kind: family.read for family in (gemma3,) for kind in family.TYPES
+}
 
 
 def vision_of(config: JsonObject, processor: Mapping[str, Any], path: Any) -> Vision | None:
