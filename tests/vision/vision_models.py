@@ -118,3 +118,55 @@ def picture(width: int, height: int, seed: int = 0) -> Any:
 
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return PIL.Image.fromarray(pixels)
+
+
+@dataclass(frozen=True)
+class QwenProcessor:
+    """`Qwen3VLProcessor` without videos, whose processor needs torchvision."""
+
+    image_processor: Any
+    tokenizer: Any
+    image_token: int
+
+    def __call__(self, text: str, images: list[Any] | None, return_tensors: str) -> dict[str, Any]:
+        inputs = {} if images is None else dict(self.image_processor(images, return_tensors=return_tensors))
+        pieces = text.split("<|image_pad|>")
+        for number, grid in enumerate(inputs.get("image_grid_thw", ())):
+            pieces[number] += "<|image_pad|>" * (int(grid.prod()) // self.image_processor.merge_size**2)
+        inputs["input_ids"] = self.tokenizer("".join(pieces), return_tensors="pt")["input_ids"]
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.image_token).int()
+        return inputs
+
+
+@cache
+def qwen3_vl_model(seed: int = 0) -> VisionModel:
+    import torch
+    import transformers as tf
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer = tokenizer_with(marks)
+    ids = tokenizer.convert_tokens_to_ids(list(marks))
+    torch.manual_seed(seed)
+    config = tf.Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+            "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2],
+                                "mrope_interleaved": True},
+        },
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 80, "depth": 4, "num_heads": 4, "patch_size": 8,
+            "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2, 1],
+        },
+        vision_start_token_id=ids[0], vision_end_token_id=ids[1], image_token_id=ids[2], video_token_id=ids[3],
+        tie_word_embeddings=True, attn_implementation="eager",
+    )  # fmt: skip
+    model = tf.Qwen3VLForConditionalGeneration(config).float().eval()
+    image_processor = Qwen2VLImageProcessorPil(
+        patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 1024, "longest_edge": 8192}
+    )
+    processor = QwenProcessor(image_processor, tokenizer, ids[2])
+    place = f"{marks[0]}{marks[2]}{marks[1]}"
+    return _saved(model, processor, tokenizer, "qwen3-vl", place)

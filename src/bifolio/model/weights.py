@@ -28,6 +28,7 @@ from bifolio.kernels.interface import (
     Shards,
     SharedMlp,
 )
+from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -158,6 +159,7 @@ class ModelWeights:
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
+    image_rows: RowLayout = PLAIN_ROWS  # how a pass takes rows in place of embeddings
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def tapped(self, taps: tuple[int, ...]) -> ModelWeights:

@@ -80,7 +80,7 @@ def placed(token_ids: Sequence[int], vision: Vision, pictures: Sequence[Picture]
 
 def image_at(vision: Vision, tile: Pixels, places: NDArray[np.int32]) -> PromptImage:
     """One tile of a prompt."""
-    return PromptImage(tile, places, vision.digest(tile), vision.both_ways)
+    return PromptImage(tile, places, vision.digest(tile), vision.both_ways, vision.grid(tile))
 
 
 def checked_image(vision: Vision, tile: Pixels, places: NDArray[np.int32], num_tokens: int) -> PromptImage:
