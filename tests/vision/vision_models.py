@@ -170,3 +170,35 @@ def qwen3_vl_model(seed: int = 0) -> VisionModel:
     processor = QwenProcessor(image_processor, tokenizer, ids[2])
     place = f"{marks[0]}{marks[2]}{marks[1]}"
     return _saved(model, processor, tokenizer, "qwen3-vl", place)
+
+
+@cache
+def idefics3_model(kind: str = "SmolVLM", seed: int = 0) -> VisionModel:
+    """`kind`: SmolVLM or Idefics3, which differ in names alone."""
+    import torch
+    import transformers as tf
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    marks = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles)
+    tokenizer = tokenizer_with(marks)
+    torch.manual_seed(seed)
+    config = getattr(tf, f"{kind}Config")(
+        text_config={
+            "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.08,
+            "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+        },
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 48, "patch_size": 8,
+        },
+        scale_factor=3, image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=0,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = getattr(tf, f"{kind}ForConditionalGeneration")(config).float().eval()
+    image_processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 120}, max_image_size={"longest_edge": 48}, return_row_col_info=True
+    )
+    processor = tf.Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
+    return _saved(model, processor, tokenizer, kind.lower(), "<image>")
