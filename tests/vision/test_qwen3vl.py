@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 from test_gemma3 import GREEDY, PROMPTS, SIZES, assert_equal_to_transformers
-from vision_models import picture, qwen3_vl_model
+from vision_models import VisionModel, picture, qwen3_5_model, qwen3_vl_model, qwen3_vl_moe_model
 
 from bifolio import LLM
 from bifolio.images import PromptImage, rope_positions, shift_at
@@ -13,10 +17,12 @@ from bifolio.model.loader import open_text_model
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("chunk_size", [7, 512])
-@pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_logits_equal_transformers(kernels: str, chunk_size: int) -> None:
-    model = qwen3_vl_model()
+@pytest.mark.parametrize(("make", "kernels", "chunk_size"), [
+    (qwen3_vl_model, "native", 7), (qwen3_vl_model, "reference", 64), (qwen3_vl_moe_model, "native", 64),
+    (qwen3_5_model, "native", 7), (qwen3_5_model, "native", 512), (qwen3_5_model, "reference", 64),
+])  # fmt: skip
+def test_logits_equal_transformers(make: Callable[[], VisionModel], kernels: str, chunk_size: int) -> None:
+    model = make()
     sizes = {**SIZES, "num_blocks": 300, "max_model_len": 600}
     with LLM(model.folder, kernels=kernels, chunk_size=chunk_size, **sizes) as llm:
         for text, shapes in PROMPTS.values():
@@ -86,3 +92,19 @@ def test_positions_by_hand() -> None:
     for start in range(12):
         assert rope_positions(images, start, 12).tolist() == [row[start:] for row in expected]
     assert [shift_at(images, index) for index in (0, 8, 11)] == [0, -3, -3]
+
+
+@pytest.mark.full
+def test_experts_that_are_stored_transposed_are_the_same(tmp_path: Path) -> None:
+    """As folders of the hub store them."""
+    from safetensors.numpy import load_file, save_file
+
+    model = qwen3_vl_moe_model()
+    shutil.copytree(model.folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".mlp.experts." in name:
+            tensors[name] = np.ascontiguousarray(tensor.transpose(0, 2, 1))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLM(tmp_path, **SIZES) as llm:
+        assert_equal_to_transformers(model, llm, f"{model.place} and text", [picture(50, 40)])

@@ -139,40 +139,6 @@ class QwenProcessor:
 
 
 @cache
-def qwen3_vl_model(seed: int = 0) -> VisionModel:
-    import torch
-    import transformers as tf
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    tokenizer = tokenizer_with(marks)
-    ids = tokenizer.convert_tokens_to_ids(list(marks))
-    torch.manual_seed(seed)
-    config = tf.Qwen3VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
-            "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2],
-                                "mrope_interleaved": True},
-        },
-        vision_config={
-            "hidden_size": 48, "intermediate_size": 80, "depth": 4, "num_heads": 4, "patch_size": 8,
-            "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2, 1],
-        },
-        vision_start_token_id=ids[0], vision_end_token_id=ids[1], image_token_id=ids[2], video_token_id=ids[3],
-        tie_word_embeddings=True, attn_implementation="eager",
-    )  # fmt: skip
-    model = tf.Qwen3VLForConditionalGeneration(config).float().eval()
-    image_processor = Qwen2VLImageProcessorPil(
-        patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 1024, "longest_edge": 8192}
-    )
-    processor = QwenProcessor(image_processor, tokenizer, ids[2])
-    place = f"{marks[0]}{marks[2]}{marks[1]}"
-    return _saved(model, processor, tokenizer, "qwen3-vl", place)
-
-
-@cache
 def idefics3_model(kind: str = "SmolVLM", seed: int = 0) -> VisionModel:
     """`kind`: SmolVLM or Idefics3, which differ in names alone."""
     import torch
@@ -202,3 +168,66 @@ def idefics3_model(kind: str = "SmolVLM", seed: int = 0) -> VisionModel:
     )
     processor = tf.Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
     return _saved(model, processor, tokenizer, kind.lower(), "<image>")
+
+
+def _qwen_model(kind: str, text: dict[str, Any], vision: dict[str, Any], seed: int) -> VisionModel:
+    """A model of Qwen's with the tower of Qwen3-VL."""
+    import torch
+    import transformers as tf
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer = tokenizer_with(marks)
+    ids = tokenizer.convert_tokens_to_ids(list(marks))
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 1024, "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 0,
+        "pad_token_id": 0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    tower = {
+        "hidden_size": 48, "intermediate_size": 80, "depth": 4, "num_heads": 4, "patch_size": 8, "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+    }  # fmt: skip
+    config = getattr(tf, f"{kind}Config")(
+        text_config={**common, **text}, vision_config={**tower, **vision}, vision_start_token_id=ids[0],
+        vision_end_token_id=ids[1], image_token_id=ids[2], video_token_id=ids[3], tie_word_embeddings=True,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = getattr(tf, f"{kind}ForConditionalGeneration")(config).float().eval()
+    image_processor = Qwen2VLImageProcessorPil(
+        patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 1024, "longest_edge": 8192}
+    )
+    processor = QwenProcessor(image_processor, tokenizer, ids[2])
+    return _saved(model, processor, tokenizer, kind.lower(), f"{marks[0]}{marks[2]}{marks[1]}")
+
+
+def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, "mrope_interleaved": True, **more}
+
+
+@cache
+def qwen3_vl_moe_model(seed: int = 0) -> VisionModel:
+    text = {
+        "num_hidden_layers": 3, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 24, "num_experts": 4,
+        "num_experts_per_tok": 2, "decoder_sparse_step": 1, "rope_parameters": _rope([4, 2, 2]),
+    }  # fmt: skip
+    return _qwen_model("Qwen3VLMoe", text, {"deepstack_visual_indexes": [1, 2]}, seed)
+
+
+@cache
+def qwen3_5_model(seed: int = 0) -> VisionModel:
+    text = {
+        "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 96, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "full_attention_interval": 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": _rope([2, 1, 1], partial_rotary_factor=0.25),
+    }  # fmt: skip
+    return _qwen_model("Qwen3_5", text, {}, seed)
+
+
+@cache
+def qwen3_vl_model(seed: int = 0) -> VisionModel:
+    text = {"num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 96, "rope_parameters": _rope([4, 2, 2])}
+    return _qwen_model("Qwen3VL", text, {"deepstack_visual_indexes": [0, 2, 1]}, seed)
