@@ -20,6 +20,7 @@
     ├── EngineDeadError        the engine stopped; its running requests are lost
     │   └── RankLostError      a process of a tensor-parallel engine ended
     ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
+    ├── SnapshotError          a saved text that is damaged, or of another model, key or arithmetic
     ├── TransferError          blocks of the cache could not be taken over from another engine
     ├── EngineFaultError       an engine client cannot serve a request; its `kind` says why
     └── MissingDependencyError a required optional package is not installed
@@ -112,6 +113,12 @@ class GrammarError(RequestError):
     """A schema, regular expression or grammar that is wrong, or takes too much time or space."""
 
     fault = FaultKind.GRAMMAR
+
+
+class SnapshotError(BifolioError, ValueError):
+    """A saved text that cannot be written or used."""
+
+    fault = FaultKind.INVALID_REQUEST
 
 
 class CacheError(BifolioError, RuntimeError):

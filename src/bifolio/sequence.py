@@ -149,8 +149,16 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """The final text of the output, detokenised when it is read."""
-        return "" if self.reader is None or not self.output_token_ids else self.reader.whole(self.output_token_ids)
+        """The final text of the new output, detokenised when it is read."""
+        given = self.request.num_given
+        if self.reader is None or len(self.output_token_ids) <= given:
+            return ""
+        return str(self.reader.whole(self.output_token_ids, given))
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """The output behind the tokens that were given."""
+        return self.output_token_ids[self.request.num_given :]
 
     @property
     def num_tokens(self) -> int:
@@ -261,13 +269,15 @@ class Sequence:
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request that do not change its output; `Request` has their meaning and defaults."""
+    """The options of a request beside its parameters; `Request` has their meaning and defaults."""
 
     prompt: str | None
     priority: int
     turn: float
     owner: str
     salt: bytes
+    num_given: int
+    score_from: int
     images: tuple[PromptImage, ...]
 
 
@@ -286,6 +296,8 @@ class Request:
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
     images: tuple[PromptImage, ...] = ()  # of the prompt, in order
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
+    num_given: int = 0  # output tokens that were known before: the last ones of the tokens that it was added with
+    score_from: int = 0  # prompt logprobs are those of the tokens after this position
     rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
@@ -324,7 +336,7 @@ class Request:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, if they were asked for; the first token has none."""
+        """Of each prompt token behind `score_from`, if they were asked for; the first token has none."""
         return None if self.prompt_scores is None else [None, *self.prompt_scores]
 
 
@@ -358,6 +370,11 @@ class StepResult:
         if sequence is None or not self.number or not sequence.request.wants_logprobs:
             return None
         return sequence.logprobs[self.number - 1]
+
+
+def unforked_children(sequence: Sequence) -> list[Sequence]:
+    """Sequences of the same request that are not yet forked from this one."""
+    return team(sequence)[1:] if sequence.group is None else []
 
 
 def team(sequence: Sequence) -> list[Sequence]:

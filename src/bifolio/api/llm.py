@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
@@ -24,14 +26,17 @@ from bifolio.api.prompts import (
     show_progress,
     suffix_of,
 )
-from bifolio.api.shared_engine import SharedEngine
+from bifolio.api.shared_engine import SharedEngine, Start
+from bifolio.api.snapshots import Saved, load, save
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import NUMERICS, SpeculativeConfig
+from bifolio.config import NUMERICS, SpeculativeConfig, TierSettings
+from bifolio.engine.branches import BranchOwner
 from bifolio.engine.build import build_engine
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import check_threads, parse_bytes
+from bifolio.engine.memory import check_threads, read_size
+from bifolio.engine.requests import as_token_ids
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
@@ -43,8 +48,11 @@ from bifolio.model.weights import OnLoad
 from bifolio.prompts import PromptTokens
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
+from bifolio.sequence import Request
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -60,9 +68,10 @@ class LLM:
     `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for output that depends on
     the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
     each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
-    request. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only
-    vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all)
-    while weights are prepared.
+    request. Blocks that leave the cache are kept in `kv_offload` bytes of memory ("8GB") and in files under
+    `kv_offload_dir`, at most `kv_offload_disk` bytes. Sizes that are not given are small on the CPU and large on a GPU
+    (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
+    called with (layers prepared, layers in all) while weights are prepared.
     """
 
     def __init__(
@@ -92,6 +101,9 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         max_waiting: int | None = None,
+        kv_offload: int | str | None = None,
+        kv_offload_dir: str | Path | None = None,
+        kv_offload_disk: int | str | None = None,
         poison_free_blocks: bool = False,
         warm_up: bool = True,
         verbose: bool = False,
@@ -111,13 +123,14 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
+            tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip
         activations = activations_for(activations, self.model.config.num_parameters)
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)
         sizes: Any = {
             "num_blocks": num_blocks,
-            "memory": None if memory is None else parse_bytes(memory),
+            "memory": read_size(memory),
             "utilisation": gpu_memory_utilization,
         }
         draft = options.draft_model(self.model)
@@ -159,6 +172,23 @@ class LLM:
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
         return self._run(batch, params, priorities, use_tqdm)
 
+    def open(self, prompt: Prompt) -> Branch:
+        """Compute a prompt and hold it as a `Branch`: to fork, append to, generate from, score and cut it."""
+        tokens = self.prompt_tokens(prompt)
+        state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens.token_ids), images=tokens.images))
+        return Branch(self, state).compute()
+
+    def save(self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None) -> int:
+        """Write a branch, an output or tokens with their cached blocks to a file; its bytes.
+
+        `notes` are kept with it: values of JSON.
+        """
+        return save(self, text, path, notes)
+
+    def load(self, path: str | Path, *, recompute: bool = False) -> Branch:
+        """Continue a saved text, bit for bit. Another arithmetic is refused, or its tokens are computed again."""
+        return load(self, path, recompute)[0]
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -184,6 +214,19 @@ class LLM:
         requests = self._shared.add_all(prompts, params, priorities)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
         return [request_output(request, self.decode_token) for request in requests]
+
+    @cached_property
+    def branches(self) -> BranchOwner:
+        """The owner of all branches of this LLM."""
+        return BranchOwner(self.engine)
+
+    def run_requests(self, starts: Sequence[Start]) -> list[Request]:
+        """Run the requests that these functions make in one batch with those of other threads."""
+        return self._shared.run(starts)
+
+    def with_engine(self, function: Callable[[], T]) -> T:
+        """Call a function while no step runs."""
+        return self._shared.locked(function)
 
     @property
     def decode_token(self) -> Decode | None:

@@ -28,6 +28,7 @@ from bifolio.cache.block_table import (
 from bifolio.cache.digests import TokenIds, root_digest
 from bifolio.cache.events import CacheEvents
 from bifolio.cache.invariants import find_problems, find_state_problems
+from bifolio.cache.keeper import BlockKeeper
 from bifolio.cache.table_states import StatePass, StateRequest, TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
@@ -312,6 +313,13 @@ class KVCacheBlockManager(BlockQueries):
             known = [tables.get(sequence_id) or find_table(tables, sequence_id) for sequence_id in ids]
             changed = [table for table in known if table.first_changed < len(table.block_ids)]
             return [(table.sequence_id, *table.take_changes()) for table in changed]
+
+    def keep_in(self, keeper: BlockKeeper) -> None:
+        """Offer blocks and checkpoints to `keeper`, from now on."""
+        with self.lock:
+            self._pool.keeper = keeper
+            if self._states is not None:
+                self._states.pool.keeper = keeper
 
     def record_events(self, events: CacheEvents) -> None:
         """Record in `events` which blocks can be found by content, from now on."""

@@ -319,6 +319,8 @@ def extend_chain(table: BlockTable, pool: BlockPool, token_ids: TokenIds, num_fu
             _record_stored(table, pool, token_ids, run, index)
             run = index + 1
     _record_stored(table, pool, token_ids, run, num_full)
+    if pool.keeper is not None:
+        pool.keeper.stored(table.chain[first:num_full], table.root)
 
 
 def _record_stored(table: BlockTable, pool: BlockPool, token_ids: TokenIds, first: int, end: int) -> None:

@@ -13,7 +13,7 @@ HEADINGS = {
     "use": ("run", "generate", "chat", "serve"),
     "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "imatrix", "train"),
     "measure": ("eval", "bench", "profile", "soak"),
-    "operate": ("doctor", "completion", "engine", "cluster"),
+    "operate": ("ps", "doctor", "completion", "engine", "cluster"),
 }
 VERBS = tuple(verb for verbs in HEADINGS.values() for verb in verbs)
 ALIASES = {"list": "models"}

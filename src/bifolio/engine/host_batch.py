@@ -179,7 +179,8 @@ class Readout:
         end, guesses = first + item.num_new, item.drafts
         if wants_prompt_logits(item):
             self.prompt_rows[item.slot] = len(self.logit_rows)
-            self.logit_rows.extend(range(first, end))
+            skipped = max(item.sequence.request.score_from - item.start, 0)
+            self.logit_rows.extend(range(first + skipped, end))
         elif item.sample_slots:
             self.logit_rows.extend(range(end - 1 - len(guesses), end))
         if not item.sample_slots:
@@ -197,9 +198,11 @@ class Readout:
 
 
 def wants_prompt_logits(item: ScheduledSequence) -> bool:
-    """Whether the request has prompt logprobs and this chunk lies in the prompt."""
-    sequence = item.sequence
-    return sequence.request.params.prompt_logprobs is not None and item.start < sequence.num_prompt
+    """Whether the request has prompt logprobs and this chunk has tokens whose logits score the prompt."""
+    sequence, request = item.sequence, item.sequence.request
+    if request.params.prompt_logprobs is None or item.start >= sequence.num_prompt:
+        return False
+    return item.start + item.num_new > request.score_from
 
 
 def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:

@@ -282,7 +282,11 @@ def _sorted_by_phase(
         scheduled = sequence.num_computed + sequence.num_in_flight
         if sequence.finish_reason is not None:
             continue
-        if scheduled < sequence.num_prompt or len(sequence.token_ids) + expected - scheduled > 1:  # `Sequence.phase`
+        if (
+            scheduled < sequence.num_prompt
+            or len(sequence.token_ids) + expected - scheduled > 1  # `Sequence.phase`
+            or len(slot.sample_slots) > 1  # its other completions fork with its first draw
+        ):
             waiting.append(slot)
         elif group is None or group.is_ready():
             decoding.append(slot)

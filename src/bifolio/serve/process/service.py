@@ -88,6 +88,7 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.close()
+        self.llm.engine.close_tiers()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
@@ -158,8 +159,8 @@ class EngineService:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
         now = asdict(self.llm.engine.stats())
-        sharing, states = now.pop("sharing"), now.pop("states")
-        stats = {name: float(value) for name, value in (now | sharing | states).items()}
+        nested = now.pop("sharing") | now.pop("states") | now.pop("tiers")
+        stats = {name: float(value) for name, value in (now | nested).items()}
         stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:
