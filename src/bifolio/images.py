@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.errors import RequestError
+
 TEXT_ONLY = "this model reads text only: remove the image"
 ONE_CPU = "images are read on the CPU by one process: set device='cpu' and tensor_parallel_size=1"
 
@@ -73,6 +75,16 @@ def runs_of(images: Sequence[PromptImage], start: int, end: int) -> Iterator[tup
         start = last
     if start < end:
         yield start, end, True
+
+
+def kept_images(images: Sequence[PromptImage], count: int) -> tuple[PromptImage, ...]:
+    """The images of the first `count` tokens; an error if one of them is cut."""
+    for image in images:
+        if image.start < count < image.end:
+            raise RequestError(
+                f"the first {count} tokens end inside an image: keep {image.start} tokens, or {image.end}, as a whole"
+            )
+    return tuple(image for image in images if image.end <= count)
 
 
 def shift_at(images: Sequence[PromptImage], index: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bifolio.errors import RequestError
@@ -61,6 +62,18 @@ def parts_with_images(model: TextModel, parts: Parts, pictures: list[Picture]) -
     vision = required_vision(model)
     ids = model.require_tokenizer().encode_parts(expanded(parts, vision, pictures))
     return PromptTokens(None, ids, placed(ids, vision, pictures))
+
+
+def image_of_file(path: Path) -> Any:
+    """The `PIL.Image` of a file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        return decoded(data)
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from error
 
 
 def taken_out(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:

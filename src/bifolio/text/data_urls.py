@@ -20,3 +20,8 @@ def data_of(url: str) -> bytes:
         return base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"the data of an image is not base64: {error}") from error
+
+
+def url_of(data: bytes) -> str:
+    """A data URL with these bytes of an image; readers go by the bytes."""
+    return "data:image/png;base64," + base64.b64encode(data).decode()

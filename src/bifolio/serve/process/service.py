@@ -220,15 +220,14 @@ class EngineService:
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
-        values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
+        values = {**message.params, **({} if grammar is None else {"grammar": grammar})}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
-        turn = self._turns.next(message.key, cost, message.priority)
-        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
+        options: RequestOptions = {"salt": message.salt, "owner": message.share}
+        options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
-            options["images"] = images_of(message, self.llm.model)
+            prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
             if message.is_beam_search:
-                prompt, search = message.prompt_token_ids, BeamSearchParams(**values)
-                request = engine.add_request(message.id, prompt, search, **options)
+                request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
             else:
                 request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
         except BifolioError as error:

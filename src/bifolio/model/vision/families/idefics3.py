@@ -142,7 +142,8 @@ def buckets(side: int) -> NDArray[np.int64]:
     count = math.ceil((1.0 - 1 / side) / (1 / side))
     boundaries = (1 / side + np.arange(count) * (1 / side)).astype(np.float32)
     places = np.arange(side, dtype=np.float32) * np.float32(1.0 / side)
-    return np.searchsorted(boundaries, np.minimum(places, np.float32(1.0 - 1e-6)), side="right")
+    found = np.searchsorted(boundaries, np.minimum(places, np.float32(1.0 - 1e-6)), side="right")
+    return np.asarray(found, np.int64)
 
 
 def read(config: JsonObject, processor: JsonObject) -> Idefics3Vision:
