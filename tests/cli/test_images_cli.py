@@ -81,3 +81,10 @@ def test_a_chat_shows_an_image_with_the_next_message(photo: Path) -> None:
         assert llm.chat_prompt(conversation.messages[:-1]).images[0].digest == request.images[0].digest
         obey(f"/image {photo.parent}/none.png", conversation, notes, lambda: None)  # type: ignore[arg-type]
         assert "cannot be read" in notes.lines[-1]
+
+
+@pytest.mark.full
+def test_inspect_shows_the_tower() -> None:
+    result = CliRunner().invoke(build_app(), ["inspect", str(gemma3_model().folder)])
+    assert result.exit_code == 0, result.output
+    assert "images: tower gemma3, 2 layers of 48, patches of 6 x 6" in result.stdout

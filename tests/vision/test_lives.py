@@ -16,6 +16,7 @@ from vision_models import VisionModel, gemma3_model, picture, qwen3_vl_model
 from bifolio import LLM, SamplingParams
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import SpeculativeConfig
+from bifolio.errors import RequestError
 from bifolio.prompts import PromptTokens
 
 MODELS = {"gemma3": gemma3_model, "qwen3_vl": qwen3_vl_model}
@@ -140,3 +141,26 @@ def test_a_kept_conversation_continues_behind_its_image() -> None:
             while llm.engine.has_work:
                 llm.engine.step()
         assert output_of(branch) == output_of(whole), name
+
+
+@pytest.mark.full
+def test_a_fork_keeps_images_as_a_whole() -> None:
+    """Of the first tokens of a conversation; a cut inside an image is refused."""
+    model = gemma3_model()
+    with LLM(model.folder, num_blocks=120, **SIZES) as llm:
+        engine, prompt, params = llm.engine, prompt_of(llm, model, ("one", 0, "two")), params_of("greedy", 0)
+        parent = engine.add_request("parent", prompt.token_ids, params, images=prompt.images)
+        engine.keep("parent")
+        while engine.has_work:
+            engine.step()
+        (image,) = prompt.images
+        with pytest.raises(RequestError, match=f"keep {image.start} tokens, or {image.end}, as a whole"):
+            engine.fork("parent", "cut", [5], params, num_kept=image.start + 3)
+        found = [
+            engine.fork("parent", f"keeps {count}", [5], params, num_kept=count) for count in (image.start, image.end)
+        ]
+        while engine.has_work:
+            engine.step()
+        assert [len(request.images) for request in found] == [0, 1]
+        assert parent.error is None
+        engine.release("parent")

@@ -53,6 +53,7 @@ class Vision:
     """How a model takes images, without its weights."""
 
     name: str  # of the family of the tower
+    sizes: Any  # of the tower: hidden_size, num_layers, patch_size and others of its family
     placeholder: str  # the text of an image in a prompt
     row_token: int  # the token that stands for one row
     both_ways: bool = False  # the tokens of a tile see all of them
