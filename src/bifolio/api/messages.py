@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
+from bifolio.images import PromptImage
 
 BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
 MAX_FRAME_BYTES = 256 << 20
@@ -45,6 +48,25 @@ class Thinking(msgspec.Struct, array_like=True):
     budget: int | None = None
 
 
+class Image(msgspec.Struct, array_like=True):
+    """One input of a vision tower in a prompt (`bifolio.images.PromptImage`)."""
+
+    height: int
+    width: int
+    pixels: bytes  # u8[height, width, 3]
+    places: bytes  # i32[rows]
+
+    @classmethod
+    def of(cls, image: PromptImage) -> Image:
+        height, width, _ = image.pixels.shape
+        return cls(height, width, image.pixels.tobytes(), image.places.astype("<i4").tobytes())
+
+    def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        """Pixels u8[height, width, 3] and places i32[rows]; ValueError if they do not fit."""
+        pixels = np.frombuffer(self.pixels, np.uint8).reshape(self.height, self.width, 3)
+        return pixels, np.frombuffer(self.places, "<i4").astype(np.int32)
+
+
 class Start(msgspec.Struct, tag="start", omit_defaults=True):
     """Run a request."""
 
@@ -67,6 +89,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     branch: str = ""  # name of the branch that it continues or scores; the prompt is then empty, or scored behind it
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False  # the end carries a receipt
+    images: list[Image] = []  # of the prompt, in order
 
 
 class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):

@@ -36,9 +36,8 @@ from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.tiers.build import new_tiers
-from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.kernels.interface import KernelSet, SlotSizes
-from bifolio.kernels.storage import BlockMover
+from bifolio.kernels.storage import BlockMover, poison_in
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
@@ -79,7 +78,7 @@ class InferenceEngine(KeptConversations):
         if peers is not None:
             self.storages.append(peers)
         if cache.poison_free_blocks:
-            self.blocks.on_free = self._poison
+            self.blocks.on_free = poison_in(self.storages)
             self.blocks.on_take_state(self.runner.storage.poison_state)
         self.prefill_executor = PrefillExecutor(self.runner, config.chunk_size)
         self.decode_executor = DecodeExecutor(self.runner)
@@ -104,7 +103,7 @@ class InferenceEngine(KeptConversations):
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
         self.weight_version = 0  # counts the exchanges of weights
-        self.factory = RequestFactory(model, config, self.blocks, self.requests, self._refusal_of_images())
+        self.factory = RequestFactory(model, config, self.blocks, self.requests, self.runner.images is not None)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._has_states = self.blocks.has_states
@@ -315,12 +314,6 @@ class InferenceEngine(KeptConversations):
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
 
-    def _refusal_of_images(self) -> str | None:
-        """Why requests with images are refused; None: they are read."""
-        if self.model.tower is None:
-            return TEXT_ONLY
-        return None if self.runner.images is not None else ONE_CPU
-
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""
         has_drafts = self.speculator is not None and not self.speculator.runs_ahead
@@ -336,10 +329,6 @@ class InferenceEngine(KeptConversations):
             return {}
         ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
         return speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])
-
-    def _poison(self, block_ids: list[int]) -> None:
-        for storage in self.storages:
-            storage.poison_blocks(block_ids)
 
     def _deliver(self) -> list[StepResult]:
         results, self._outbox = self._outbox, []

@@ -8,6 +8,7 @@ from typing import Unpack
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.requests import RequestFactory
 from bifolio.errors import RequestError
+from bifolio.images import kept_images
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.sequence import Request, RequestOptions
@@ -53,8 +54,8 @@ class KeptConversations:
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
-        options.setdefault("images", parent.request.images)
         known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
+        options.setdefault("images", kept_images(parent.request.images, len(known)))
         request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
         first = request.sequences[0]
         shared = min(parent.num_computed, len(known), first.num_tokens - 1)

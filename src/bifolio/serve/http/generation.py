@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.api.messages import BranchUse, Ended, NewTokens, Start, Thinking, Update
+from bifolio.api.messages import BranchUse, Ended, Image, NewTokens, Start, Thinking, Update
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.images import PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.http.auth import Receive, Tenant
@@ -56,6 +57,7 @@ class Job:
     branch: str = ""  # that the request continues or scores; the engine has its tokens
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False
+    images: tuple[PromptImage, ...] = ()  # of its only prompt
 
     @classmethod
     def of(
@@ -169,6 +171,7 @@ class Run:
                     job.branch,
                     job.branch_use,
                     job.wants_receipt,
+                    [Image.of(image) for image in job.images],
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

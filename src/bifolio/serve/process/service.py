@@ -30,7 +30,7 @@ from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.serve.process.block_transfer import BlockTransfer
-from bifolio.serve.process.conversations import ConversationStore, add_or_fork
+from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.embedding import EmbeddingQueue
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
@@ -238,12 +238,12 @@ class EngineService:
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
-        values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
+        values = {**message.params, **({} if grammar is None else {"grammar": grammar})}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
-        turn = self._turns.next(message.key, cost, message.priority)
-        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
-        prompt = message.prompt_token_ids
+        options: RequestOptions = {"salt": message.salt, "owner": message.share}
+        options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
+            prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
             if message.is_beam_search:
                 request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
             elif message.branch:
