@@ -12,7 +12,7 @@ from bifolio.cli import commands
 HEADINGS = {
     "use": ("run", "generate", "chat", "serve"),
     "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "imatrix", "train"),
-    "measure": ("eval", "bench", "profile", "soak"),
+    "measure": ("eval", "replay", "bench", "profile", "soak"),
     "operate": ("ps", "doctor", "completion", "engine", "cluster"),
 }
 VERBS = tuple(verb for verbs in HEADINGS.values() for verb in verbs)

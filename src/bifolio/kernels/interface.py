@@ -54,6 +54,7 @@ from bifolio.kernels.operations import (
     SWIGLU_SLOPE,
     Operations,
     Rotation,
+    XieluCoefficients,
 )
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
@@ -99,6 +100,7 @@ __all__ = [
     "Storage",
     "TimedOperation",
     "TokenScores",
+    "XieluCoefficients",
 ]
 
 
