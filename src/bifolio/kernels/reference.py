@@ -173,7 +173,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return attend_heads(own.query, keys, values, shape, causal=segment.causal)
+        return attend_heads(own.query, keys, values, shape, segment.causal)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -315,7 +315,7 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
     return xp.astype(scaled, query.dtype)
 
 
-def attend_heads(query: Array, key: Array, value: Array, shape: AttentionShape, *, causal: bool = True) -> Array:
+def attend_heads(query: Array, key: Array, value: Array, shape: AttentionShape, causal: bool = True) -> Array:
     """`causal_attention` with the constants of a layer."""
     constants = shape.scale, shape.window, shape.softcap, shape.sinks
     return causal_attention(query, key, value, *constants, shape.in_chunks, shape.slopes, causal)
@@ -352,7 +352,7 @@ def causal_attention(
         falls = np.minimum(np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None], 0)
         steps = xp.asarray(falls.astype(np.float32))
         scores = scores + xp.reshape(slopes, (kv_heads, heads // kv_heads, 1, 1)) * steps
-    mask = causal_mask(num_queries, length, window, causal, in_chunks)
+    mask = causal_mask(num_queries, length, window, in_chunks, causal)
     if not isinstance(query, np.ndarray):
         mask = xp.asarray(mask, device=query.device)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
@@ -367,7 +367,7 @@ def causal_attention(
 
 
 def causal_mask(
-    num_queries: int, length: int, window: int | None, causal: bool = True, in_chunks: bool = False
+    num_queries: int, length: int, window: int | None, in_chunks: bool = False, causal: bool = True
 ) -> np.ndarray:
     """bool[num_queries, length]: True where a query attends to a key."""
     positions, keys = np.arange(length - num_queries, length)[:, None], np.arange(length)[None, :]

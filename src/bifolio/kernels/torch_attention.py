@@ -56,13 +56,14 @@ def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal
     """Attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
-    mask, positions = None, torch.arange(length, device=query.device)[None]
+    mask = None
+    positions = torch.arange(length, device=query.device)[None]
     if not causal or shape.slopes is not None or (shape.window is not None and shape.window < length):
         mask = _visible(positions, positions[0], shape, causal)
     return _attend_masked(query, key, value, mask, shape, _biases(positions, positions[0], shape))
 
 
-def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape, causal: bool = True) -> torch.Tensor:
+def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape, causal: bool) -> torch.Tensor:
     """bool[s, 1, n, L]: the keys that queries at [s, n] see."""
     distance = positions[:, None, :, None] - keys
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -160,6 +161,7 @@ def _attend_paged(
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     visible, biases = _visible(positions, slots, shape, segment.causal), _biases(positions, slots, shape)
-    visible = visible & (slots < lens[:, None])[:, None, None, :]
+    if not segment.causal:
+        visible = visible & (slots < lens[:, None])[:, None, None, :]
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
     return _attend_masked(queries.transpose(1, 2), keys, values, visible, shape, biases)
