@@ -107,6 +107,15 @@ class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
     seconds: float = 0.0  # time to live
 
 
+class Control(msgspec.Struct, tag="control", omit_defaults=True):
+    """Pause the engine, let it go on, or give it other weights."""
+
+    id: str
+    verb: Literal["pause", "resume", "update", "reset"]
+    aborts: bool = False  # of a pause: requests end, else they wait
+    path: str = ""  # folder of the weights
+
+
 class Abort(msgspec.Struct, tag="abort"):
     ids: list[str]
 
@@ -155,7 +164,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Control | Shutdown
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -215,6 +224,8 @@ class Ended(msgspec.Struct, array_like=True):
     error: str | None = None
     fault: FaultKind | None = None  # of the error
     receipt: dict[str, Any] | None = None
+    weight_version: int = 0  # of the weights that computed the last token
+    num_weight_changes: int = 0
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -265,6 +276,11 @@ class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
     token_ids: bytes = b""  # i32[t], where they were asked for
 
 
+class Controlled(msgspec.Struct, tag="controlled"):
+    id: str
+    weight_version: int
+
+
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
 BLOCK_COLOURS = 250
 
@@ -286,7 +302,7 @@ class Beat(msgspec.Struct, tag="beat"):
     step_seconds: float = 0.0  # how long the present step has been running
 
 
-FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Beat
+FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Controlled | Beat
 
 
 _encoder = msgspec.msgpack.Encoder()

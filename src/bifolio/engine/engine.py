@@ -27,6 +27,7 @@ from bifolio.engine.executor import DecodeExecutor, ModelRunner, Peers, PrefillE
 from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
 from bifolio.engine.host_batch import Readout
+from bifolio.engine.kept import KeptConversations
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
@@ -35,8 +36,6 @@ from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.tiers.build import new_tiers
-from bifolio.errors import RequestError
-from bifolio.images import kept_images
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover, poison_in
 from bifolio.model.draft_head import LoadedHead
@@ -51,7 +50,7 @@ from bifolio.schedule.plan import BatchSlot, StepPlan
 from bifolio.sequence import FinishReason, Request, RequestOptions, RequestPhase, Sequence, StepResult
 
 
-class InferenceEngine:
+class InferenceEngine(KeptConversations):
     """Continuous batching over one paged cache."""
 
     def __init__(
@@ -103,6 +102,7 @@ class InferenceEngine:
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
+        self.weight_version = 0  # counts the exchanges of weights
         self.factory = RequestFactory(model, config, self.blocks, self.requests, self.runner.images is not None)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
@@ -239,56 +239,6 @@ class InferenceEngine:
 
     add_beam_search = add_request
 
-    def keep(self, request_id: str) -> bool:
-        """Keep the conversation's blocks after its end, so that `fork` can continue it without recomputation.
-
-        Kept conversations are dropped, the oldest first, when their blocks are needed; False if it is not running.
-        """
-        request = self.requests.get(request_id)
-        if request is not None:
-            request.keep = True
-        return request is not None
-
-    def fork(
-        self,
-        request_id: str,
-        new_request_id: str,
-        token_ids: Sequences[int],
-        params: SamplingParams,
-        *,
-        num_kept: int | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Request:
-        """Continue a kept conversation, or its first `num_kept` tokens, by `token_ids` and generate from there.
-
-        The request has its salt. `RequestError`: it was dropped meanwhile; send the whole conversation as a new one.
-        """
-        parent = self.batcher.kept(request_id)
-        if parent is None:
-            raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
-        options["salt"] = parent.request.salt
-        known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
-        options.setdefault("images", kept_images(parent.request.images, len(known)))
-        request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
-        first = request.sequences[0]
-        shared = min(parent.num_computed, len(known), first.num_tokens - 1)
-        if params.prompt_logprobs is not None:  # the positions that score others are computed again
-            shared = min(shared, request.score_from)
-        if not shared or request.rope != parent.request.rope:
-            return self._enqueue(request)
-        self.blocks.fork(parent.id, first.id)
-        try:
-            self.blocks.truncate(first.id, shared)
-            first.num_draft_computed = min(parent.num_draft_computed, shared)
-            return self._enqueue(request)
-        except BaseException:
-            self.blocks.release(first.id)
-            raise
-
-    def release(self, request_id: str) -> bool:
-        """Drop a kept conversation."""
-        return self.batcher.drop_kept(request_id)
-
     def abort(self, request_id: str) -> bool:
         """End a request between two steps; False if it is unknown or finished."""
         request = self.requests.get(request_id)
@@ -351,6 +301,7 @@ class InferenceEngine:
     # -- details ----------------------------------------------------------------------------------------------------
     def _enqueue(self, request: Request) -> Request:
         self.batcher.add(request)
+        request.metrics.weight_version = self.weight_version
         self.requests[request.request_id] = request
         return request
 

@@ -80,7 +80,7 @@ class Peers(BlockMover, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ModelRunner:
     """The weights, kernels and KV storage of one model, or of one rank's part of it."""
 

@@ -40,6 +40,7 @@ class EngineThread:
         self._on_results = on_results
         self._on_closed = on_closed
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.is_paused = False  # requests wait; commands run
         self._stopping = False
         self._closing = threading.Lock()
         self._closed = False
@@ -92,13 +93,17 @@ class EngineThread:
             self._close()
 
     def _step(self) -> None:
-        if self.engine.has_work:
+        if self.engine.has_work and not self.is_paused:
             self.step_started = time.monotonic()
             results = self.engine.step()
             self.step_started = None
             self._on_results(results)
         if self.background is not None and not self.background():
             self.background = None
+
+    def deliver(self) -> None:
+        """On the engine's thread: one step, whose results are delivered although it may be paused."""
+        self._on_results(self.engine.step())
 
     def _drain(self) -> None:
         self.engine.abort_all()
@@ -107,7 +112,7 @@ class EngineThread:
 
     def _run_commands(self) -> None:
         """Run all queued commands; when idle, wait for the next one."""
-        idle = not self.engine.has_work and self.background is None
+        idle = (self.is_paused or not self.engine.has_work) and self.background is None
         try:
             command = self._commands.get(block=idle)
             while True:

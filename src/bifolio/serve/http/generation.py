@@ -357,6 +357,8 @@ class Whole:
 
     answers: list[Answer]
     prompt_logprobs: list[list[TokenLogprob | None] | None]
+    weight_version: int = 0
+    num_weight_changes: int = 0
 
     def choices(self) -> Iterator[tuple[int, Answer]]:
         """(Index, answer) of each choice; a beam search may find fewer texts than the client asked for."""
@@ -373,6 +375,8 @@ async def collect(run: Run) -> Whole:
                 whole.prompt_logprobs[news.number] = news.prompt_logprobs
             for piece in news.pieces:
                 whole.answers[news.number * job.num_choices + piece.index].add(piece)
+    if run.ended is not None:
+        whole.weight_version, whole.num_weight_changes = run.ended.weight_version, run.ended.num_weight_changes
     if job.params.drop_output:
         for answer in whole.answers:
             answer.texts, answer.token_ids, answer.logprobs = [], [], []

@@ -37,6 +37,7 @@ from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import ended, final_pieces, is_chosen_late, packed, without_text
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
+from bifolio.serve.process.weight_control import control
 from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
@@ -135,6 +136,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Control):
+            control(self.llm, self.thread, message, self.send)
         elif isinstance(message, m.BranchCall):
             self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):

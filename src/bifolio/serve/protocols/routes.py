@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import anthropic, branches, llama_cpp, ollama, openai_responses
+from bifolio.serve.protocols import anthropic, branches, llama_cpp, ollama, openai_responses, rollouts
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
     *branches.ROUTES,
+    *rollouts.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
 )
