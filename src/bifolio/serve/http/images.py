@@ -29,8 +29,12 @@ def image_urls(messages: Sequence[Message]) -> list[tuple[str, str]]:
         for part, content in enumerate(message.content if isinstance(message.content, list) else ()):
             place = f"messages[{number}].content[{part}]"
             if content.type == "text":
+                if content.image_url is not None:
+                    raise bad_request(f"{place} is a text with an image_url: give each a part of its own", place)
                 if content.text is None:
                     raise bad_request(f"{place} is a text without its text", place)
+            elif content.text is not None:
+                raise bad_request(f"{place} is an image_url with a text: give each a part of its own", place)
             elif content.image_url is None:
                 raise bad_request(f"{place} is an image_url without its url", place)
             else:

@@ -131,6 +131,8 @@ def _join(message: p.Message, item: Item) -> None:
 
 def _content(content: str | Sequence[ContentPart] | None) -> str | list[p.ContentPart]:
     """Text, or its parts if images are among them."""
+    if isinstance(content, list) and any(part.image_url is not None and part.type != "input_image" for part in content):
+        raise bad_request("a part with an image_url is an image: set its type to input_image", "input")
     if content is None or isinstance(content, str) or all(part.type != "input_image" for part in content):
         return _joined(content)
     found = []
