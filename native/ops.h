@@ -40,6 +40,9 @@ struct AttentionConstants {
   const NormWeights* value_norm = nullptr;  // of head_dim; null: none
   bool queries_only = false;  // the keys and values are those of another layer: rows hold queries alone, none are written
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
+  bool bidirectional = false;    // a query sees the positions after it, too; a window reaches as far in both directions
+  const float* bias = nullptr;   // [num_heads][2 * reach + 1] added to scores, by the position of the key minus that of the query; null: none
+  int64_t reach = 0;             // larger distances have the bias of this one
 
   float scale_at(int64_t position) const {
     return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + position / temperature_period)));
@@ -71,6 +74,7 @@ struct Query {
   int64_t position;      // in its context
   const int32_t* table;  // blocks of its context
   int64_t shared;        // leading tokens that lie in the same blocks as those of the query before; INT64_MAX within a sequence
+  int64_t length;        // of its context
 };
 
 // The queries of all segments by phase, ordered so that contexts that begin with the same blocks are neighbours.

@@ -175,6 +175,8 @@ class Sequence:
     def phase(self) -> RequestPhase:
         if self.finish_reason is not None:
             return RequestPhase.COMPLETE
+        if self.request.pooling is not None:  # there is nothing to decode
+            return RequestPhase.PREFILL
         if self.num_computed + self.num_in_flight < self.num_prompt or self.num_uncomputed > 1:
             return RequestPhase.PREFILL
         return RequestPhase.DECODE
@@ -267,6 +269,7 @@ class RequestOptions(TypedDict, total=False):
     turn: float
     owner: str
     salt: bytes
+    second_start: int
 
 
 @dataclass(slots=True, eq=False)
@@ -292,6 +295,8 @@ class Request:
     fault: FaultKind | None = None  # of the error
     keep: bool = False  # keep the blocks after the end, so that the conversation can be continued from them
     search: Any = None  # the beam search, if the request is one
+    pooling: Any = None  # how its result is pooled, if it asks for a vector or scores (`engine.pooling.PooledResult`)
+    second_start: int = 0  # of a pair of texts: the first token of the second one; 0: there is one text
     steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
     wants_logprobs: bool = field(init=False)  # of every sampled token
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt as an array, for hashing and copying
@@ -308,6 +313,11 @@ class Request:
     def cache_salt(self) -> bytes:
         """The salt of the digests of its blocks: keys that the two sets of LongRoPE rotated are never shared."""
         return salt_of_rope(self.rope, self.salt)
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether logits or hidden states of every prompt token are read, so that none comes from the prefix cache."""
+        return self.params.prompt_logprobs is not None or (self.pooling is not None and self.pooling.reads_all)
 
     @property
     def is_finished(self) -> bool:

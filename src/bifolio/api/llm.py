@@ -13,6 +13,7 @@ from typing import Any
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
 from bifolio.api.outputs import Decode, RequestOutput, request_output
+from bifolio.api.pooling_calls import PoolingCalls
 from bifolio.api.prompts import (
     Params,
     Prompt,
@@ -46,7 +47,7 @@ from bifolio.text.chat_template import Message, check_messages, check_takes_tool
 from bifolio.text.roles import Placeholders
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the

@@ -19,14 +19,18 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
+from bifolio.engine.pooling import pooled_result
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
 from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
+from bifolio.pooling_params import PoolingParams
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import LogprobRecords, Request, RequestOptions, Sequence
 from bifolio.text.reader import TextReader
 from bifolio.text.stopping import StopChecker, TokenStops
+
+NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)  # of requests for vectors and scores
 
 
 class RequestFactory:
@@ -49,12 +53,15 @@ class RequestFactory:
         self,
         request_id: str,
         prompt_token_ids: Sequences[int],
-        own: SamplingParams | BeamSearchParams,
+        own: SamplingParams | BeamSearchParams | PoolingParams,
         **options: Unpack[RequestOptions],
     ) -> Request:
         """A valid request with its sequences; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
+        if isinstance(own, PoolingParams):
+            return self._pooled_request(request_id, prompt_ids, own, options)
         params = own.sampling if isinstance(own, BeamSearchParams) else own
+        self._check_generates()
         self._check(request_id, prompt_ids, params)
         room, count = self._config.max_model_len - len(prompt_ids), len(prompt_ids)
         most = longest_output(self._model.config, count, params.max_tokens)
@@ -73,6 +80,37 @@ class RequestFactory:
         else:
             self._add_sequences(request, own.num_sequences)
         return request
+
+    def _pooled_request(
+        self, request_id: str, prompt_ids: list[int], params: PoolingParams, options: RequestOptions
+    ) -> Request:
+        """A request for a vector or scores: one sequence without output."""
+        pooled, longest = pooled_result(params, self._model.pooling, self._model.config), self._config.max_model_len
+        if len(prompt_ids) > longest:
+            raise PromptTooLongError(
+                f"the text has {len(prompt_ids)} tokens and {longest} fit (max_model_len={longest}): shorten it, or "
+                "pass truncate_prompt_tokens=-1 to cut it"
+            )
+        self._check(request_id, prompt_ids, NO_OUTPUT)
+        request = Request(
+            request_id=request_id,
+            number=next(self._numbers),
+            prompt_token_ids=prompt_ids,
+            params=NO_OUTPUT,
+            seed=0,
+            rope=rope_of_request(self._model.config, len(prompt_ids), 0),
+            pooling=pooled,
+            **options,
+        )
+        self._add_sequences(request, 1)
+        return request
+
+    def _check_generates(self) -> None:
+        if not self._model.config.language_head:
+            raise RequestError(
+                f"{self._model.path.name} generates no text, because it has no language head: ask it for "
+                f"{'vectors (embed)' if self._model.pooling.head is None else 'scores (classify or score)'}"
+            )
 
     def _add_beams(self, request: Request, params: BeamSearchParams) -> None:
         """Add a beam search and its sequences, which have no parent: the search decides on forks."""

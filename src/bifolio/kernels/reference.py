@@ -171,7 +171,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
+        return _attention_of(own.query, keys, values, shape)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -180,7 +180,7 @@ class ReferenceKernels(HostArrays):
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
+        return _attention_of(own.query, keys, values, shape)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         half = x.shape[-1] // 2
@@ -298,7 +298,12 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
     return xp.astype(scaled, query.dtype)
 
 
-def causal_attention(
+def _attention_of(query: Array, key: Array, value: Array, shape: AttentionShape) -> Array:
+    limits = shape.window, shape.softcap, shape.sinks, shape.bidirectional, shape.bias
+    return attention(query, key, value, shape.scale, *limits)
+
+
+def attention(
     query: Array,
     key: Array,
     value: Array,
@@ -306,10 +311,13 @@ def causal_attention(
     window: int | None,
     softcap: float = 0.0,
     sinks: Array | None = None,
+    bidirectional: bool = False,
+    bias: Array | None = None,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
-    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them.
+    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them; bidirectional ones to
+    all positions whose distance is below the window.
     """
     xp = array_namespace(query)
     num_queries, heads, dim = query.shape
@@ -321,9 +329,10 @@ def causal_attention(
     scores = _as_float32(xp, (grouped * scale) @ keys)  # [kv, group, n, L]
     if softcap:
         scores = xp.tanh(scores / softcap) * softcap
-    mask = causal_mask(num_queries, length, window)
-    if not isinstance(query, np.ndarray):
-        mask = xp.asarray(mask, device=query.device)
+    if bias is not None:
+        biases = bias[:, _beside(query, _bias_columns(num_queries, length, bias.shape[-1]))]
+        scores = scores + xp.reshape(biases, (kv_heads, heads // kv_heads, num_queries, length))
+    mask = _beside(query, attention_mask(num_queries, length, window, bidirectional))
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
     if sinks is not None:
         columns = xp.reshape(sinks, (kv_heads, heads // kv_heads, 1, 1))
@@ -335,11 +344,24 @@ def causal_attention(
     return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
 
 
-def causal_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
+def attention_mask(num_queries: int, length: int, window: int | None, bidirectional: bool = False) -> np.ndarray:
     """bool[num_queries, length]: True where a query attends to a key."""
     distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
+    if bidirectional:
+        return np.asarray(np.abs(distance) < (length if window is None else window))
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
+
+
+def _bias_columns(num_queries: int, length: int, columns: int) -> np.ndarray:
+    """i64[num_queries, length]: the column of the distance of each key from each query."""
+    distance = np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None]
+    return np.asarray(np.clip(distance + columns // 2, 0, columns - 1))
+
+
+def _beside(x: Array, array: np.ndarray) -> Array:
+    """The array beside `x`, on its device."""
+    return array if isinstance(x, np.ndarray) else array_namespace(x).asarray(array, device=x.device)
 
 
 def sigmoid(xp: Any, x: Array) -> Array:

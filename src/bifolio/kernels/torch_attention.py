@@ -51,16 +51,30 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
     return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
 
 
+def attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
+    """Attention of the sequences of a segment over their own fresh keys and values."""
+    if are_equally_long(segment):
+        return attend_equal(own, shape, segment.num_sequences)
+    starts = segment.query_starts.tolist()
+    return torch.cat([attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+
+
 def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
-    """Causal attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
+    """Attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
-    mask = None
-    if shape.window is not None and shape.window < length:
+    distance, mask = None, None
+    if shape.bidirectional or shape.bias is not None or (shape.window is not None and shape.window < length):
         distance = torch.arange(length, device=query.device)
         distance = distance[:, None] - distance[None, :]
-        mask = (distance >= 0) & (distance < shape.window)
-    return _attend_masked(query, key, value, mask, shape)
+        mask = _visible(distance, shape)
+    return _attend_masked(query, key, value, mask, shape, distance)
+
+
+def _visible(distance: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Whether queries see keys, by the position of the query minus that of the key."""
+    apart = distance.abs() if shape.bidirectional else distance
+    return apart >= 0 if shape.window is None else (apart >= 0) & (apart < shape.window)
 
 
 def _attend_masked(
@@ -69,9 +83,10 @@ def _attend_masked(
     value: torch.Tensor,
     mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
     shape: AttentionShape,
+    distance: torch.Tensor | None = None,  # positions of queries minus those of keys, where a bias needs them
 ) -> torch.Tensor:
     """[s * n, heads * dim]"""
-    if not shape.softcap and shape.sinks is None:
+    if not shape.softcap and shape.sinks is None and shape.bias is None:
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -89,6 +104,10 @@ def _attend_masked(
     scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
     if shape.softcap:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    if shape.bias is not None and distance is not None:
+        reach = shape.bias.shape[1] // 2
+        biases = shape.bias[:, (reach - distance).clamp(0, 2 * reach)]  # [heads, (s,) n, L]
+        scores = scores + (biases if distance.dim() == 2 else biases.transpose(0, 1))
     scores = scores.masked_fill(~mask, float("-inf"))
     if shape.sinks is not None:  # a column without a value
         columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -140,6 +159,8 @@ def _attend_paged(
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     distance = positions[:, :, None] - slots[None, None, :]
-    visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
+    visible = _visible(distance, shape)
+    if shape.bidirectional:
+        visible = visible & used[:, :, :, 0]
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
-    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)
+    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape, distance)

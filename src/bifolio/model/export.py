@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.latent_tensors import LatentNames
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.stream_tensors import (
     Part,
@@ -20,7 +21,7 @@ from bifolio.model.stream_tensors import (
     layer_stream_parts,
     stream_parts,
 )
-from bifolio.model.tensor_names import LatentNames, TensorNames
+from bifolio.model.tensor_names import TensorNames
 from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.long_rope import LONG_ROPE
 from bifolio.model.layer_inputs import gated_inputs, layer_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
@@ -23,8 +24,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
     if weights.embedding_widths:
         x = kernels.all_gather(x, weights.embedding_widths)
-    if weights.position_embedding is not None:
-        x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
+    x = with_positions(weights, x, batch, kernels)
     rotations = tuple(
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
@@ -36,6 +36,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         for layer in weights.layers:
             x = stream_layer(weights, layer, x, inputs, batch, kernels, storage, rotations, shared)
         return merged_streams(weights.streams, x, config.hidden_size, kernels)
+    if config.residual_norms:
+        return residual_normed_layers(weights, x, batch, kernels, storage, rotations)
     _tap(weights, 0, x, batch, kernels)
     for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
@@ -55,6 +57,37 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         if layer.inputs is not None and inputs is not None:
             x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
         _tap(weights, number, x, batch, kernels)
+    return x
+
+
+def with_positions(weights: ModelWeights, x: Array, batch: Batch, kernels: KernelSet) -> Array:
+    """The embeddings of tokens with those of their positions and types, and normed, where the network has these."""
+    if weights.position_embedding is not None:
+        places = batch.positions if weights.type_embedding is None else batch.positions % LONG_ROPE
+        x = kernels.add(x, kernels.embed(weights.position_embedding, places, 1.0))
+    if weights.type_embedding is not None:
+        x = kernels.add(x, kernels.embed(weights.type_embedding, batch.positions // LONG_ROPE, 1.0))
+    return x if weights.embedding_norm is None else kernels.norm(x, weights.embedding_norm)
+
+
+def residual_normed_layers(
+    weights: ModelWeights,
+    x: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotations: tuple[Rotation, ...],
+) -> Array:
+    """The layers of a network that norms its residual stream behind attention and MLP: up to the final norm."""
+    config = weights.config
+    for layer in weights.layers:
+        mixed = PagedAttentionLayer(layer)(x, batch, kernels, storage, rotations)
+        if layer.attention_norm is not None:
+            _, x = kernels.add_norm(x, mixed, layer.attention_norm)
+        delta = mlp(layer, x, config.activation, config.gated_mlp, kernels)
+        if layer.mlp_norm is None:
+            return kernels.add(x, delta)
+        _, x = kernels.add_norm(x, delta, layer.mlp_norm)
     return x
 
 

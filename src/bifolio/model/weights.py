@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import (
     Array,
@@ -28,6 +28,8 @@ from bifolio.kernels.interface import (
     Shards,
     SharedMlp,
 )
+from bifolio.model.pooler_weights import PoolerWeights
+from bifolio.model.rope_frequencies import inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -158,6 +160,9 @@ class ModelWeights:
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
+    type_embedding: QuantizedTensor | Array | None = None  # [types, d]
+    embedding_norm: Norm | None = None
+    pooler: PoolerWeights | None = None  # from hidden states to vectors or scores; None: as `PoolingConfig` says alone
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def tapped(self, taps: tuple[int, ...]) -> ModelWeights:
@@ -183,8 +188,9 @@ class ModelWeights:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
             found += [] if layer.inputs is None else layer.inputs.matrices()
             found += [] if layer.streams is None else layer.streams.matrices()
-        for part in (self.layer_inputs, self.streams):
+        for part in (self.layer_inputs, self.streams, self.pooler):
             found += [] if part is None else part.matrices()
+        found += [] if self.type_embedding is None else [self.type_embedding]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
     def formats(self) -> list[QuantFormat]:
@@ -198,9 +204,10 @@ def attention_shape(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
     sinks: Array | None = None,
+    bias: Array | None = None,
 ) -> AttentionShape:
     return AttentionShape(
-        layer=config.cached_layers.index(config.kv_source(layer)) if config.layers[layer].attention else 0,
+        layer=_cached_layer(config, layer),
         num_heads=config.num_heads,
         num_kv_heads=config.kv_heads(layer),
         head_dim=config.head_size(layer),
@@ -210,6 +217,8 @@ def attention_shape(
         query_norm=query_norm,
         key_norm=key_norm,
         sinks=sinks,
+        bidirectional=config.bidirectional,
+        bias=bias,
         norm_after_rope=config.qk_norm_after_rope,
         softcap=config.attention_softcap,
         temperature=config.attention_temperature,
@@ -217,6 +226,13 @@ def attention_shape(
         value_norm=_value_norm(config, layer),
         queries_only=config.kv_source(layer) != layer,
     )
+
+
+def _cached_layer(config: ModelConfig, layer: int) -> int:
+    """The entries of the cache that a layer writes or reads: all layers of an encoder use the same."""
+    if config.bidirectional or not config.layers[layer].attention:
+        return 0
+    return config.cached_layers.index(config.kv_source(layer))
 
 
 def _value_norm(config: ModelConfig, layer: int) -> Norm | None:
@@ -239,14 +255,17 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
     on_load(len(layers), len(layers))
-    positions = weights.position_embedding
+    positions, types, norm = weights.position_embedding, weights.type_embedding, weights.embedding_norm
     return replace(
         weights,
         embedding=kernels.prepare_embedding(weights.embedding),
         position_embedding=None if positions is None else kernels.prepare_embedding(positions),
         layers=layers,
         final_norm=kernels.prepare_norm(weights.final_norm),
-        head=kernels.prepare_linear(weights.head),
+        head=kernels.prepare_linear(weights.head) if weights.head.parts else weights.head,
+        type_embedding=None if types is None else kernels.prepare_embedding(types),
+        embedding_norm=None if norm is None else kernels.prepare_norm(norm),
+        pooler=None if weights.pooler is None else weights.pooler.prepared(kernels),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         layer_inputs=None if weights.layer_inputs is None else weights.layer_inputs.prepared(kernels),
         streams=None if weights.streams is None else weights.streams.prepared(kernels),
@@ -274,6 +293,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
             key_norm=norm(layer.shape.key_norm),
             value_norm=norm(layer.shape.value_norm),
             sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
+            bias=None if layer.shape.bias is None else kernels.from_host(layer.shape.bias),
         ),
         attention_norm=norm(layer.attention_norm),
         qkv=linear(layer.qkv),
@@ -347,53 +367,3 @@ def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> Rec
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),
         output=kernels.prepare_linear(recurrent.output),
     )
-
-
-def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    """Rotation per position of each pair (radians), f32[rotary_dim/2], and the factor on cos and sin.
-
-    f32[2, rotary_dim/2] for a rope with two sets: short, long.
-    """
-    half = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
-    frequencies = (1.0 / np.power(np.float32(rope.theta), half)).astype(np.float32)
-    if rope.scaling == "linear":
-        frequencies = frequencies / np.float32(rope.factor)
-    elif rope.scaling == "llama3":
-        frequencies = _llama3_frequencies(frequencies, rope)
-    elif rope.scaling == "yarn":
-        frequencies = _yarn_frequencies(frequencies, rope)
-    if rope.has_two_sets:
-        long = rope.frequency_factors or (1.0,) * len(frequencies)
-        frequencies = frequencies / np.array([rope.frequency_factors_short, long], dtype=np.float32)
-    elif rope.frequency_factors:
-        frequencies = frequencies / np.asarray(rope.frequency_factors, dtype=np.float32)
-    return frequencies.astype(np.float32), rope.attention_factor
-
-
-def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Divide low frequencies by the factor, keep high ones, blend those between."""
-    wavelengths = 2 * np.pi / frequencies
-    low = rope.original_max_position / rope.low_freq_factor
-    high = rope.original_max_position / rope.high_freq_factor
-    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    scaled = np.where(wavelengths > low, frequencies / rope.factor, frequencies)
-    return np.asarray(np.where((wavelengths >= high) & (wavelengths <= low), blended, scaled), dtype=np.float32)
-
-
-def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Interpolate low frequencies, keep high ones, with a linear ramp between."""
-
-    def dimension(rotations: float) -> float:
-        """The dimension that completes `rotations` rotations over the original context."""
-        turns = rope.original_max_position / (rotations * 2 * np.pi)
-        return float(rope.rotary_dim * np.log(turns) / (2 * np.log(rope.theta)))
-
-    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        first, last = float(np.floor(first)), float(np.ceil(last))
-    low, high = max(first, 0), min(last, rope.rotary_dim - 1)
-    ramp = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
-    return np.asarray(frequencies / rope.factor * ramp + frequencies * (1 - ramp), dtype=np.float32)

@@ -54,7 +54,7 @@ class ReadPrompts:
     def will_know_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill computes a prefix that this sequence shares, so that waiting saves work."""
         request, tokens, count = sequence.request, sequence.token_ids, sequence.num_tokens
-        if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self._blocks.enable_prefix_caching or request.reads_whole_prompt:
             return False
         return any(
             other[:end] == tokens[:end]
@@ -248,9 +248,9 @@ class ContinuousBatcher:
         if branched:
             cached = self._blocks.resume(sequence.id)
         else:
-            wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
+            wants_all = request.reads_whole_prompt and not sequence.output_token_ids
             cached = self._blocks.open_table(
-                sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=0 if wants_logits else None
+                sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=0 if wants_all else None
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:

@@ -22,9 +22,9 @@ from bifolio.model.fields import REQUIRED, Field, Form, Key
 from bifolio.model.gguf.rope_fields import read_rope, rope_entries
 from bifolio.model.huggingface import rope_fields
 from bifolio.model.huggingface.rope_fields import rope_parameters, scaling_object
+from bifolio.model.latent_tensors import HF_LATENT
 from bifolio.model.model_file import TensorSource
 from bifolio.model.next_token_names import GGUF_NEXT_TOKEN, HF_NEXT_TOKEN
-from bifolio.model.tensor_names import HF_LATENT
 from bifolio.model.window_fields import named_kinds
 from bifolio.quant.tensor import QuantizedTensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.model.decoder_fields import DECODER
@@ -41,6 +41,15 @@ def fresh_decoder(architecture: str, *, hidden_size: int, num_heads: int, **fiel
     head_dim = hidden_size // num_heads
     usual = {"head_dim": head_dim, "tie_embeddings": True, "ropes": (RopeConfig(10000.0, head_dim),)}
     return ModelConfig(architecture, hidden_size=hidden_size, num_heads=num_heads, **{**usual, **fields})
+
+
+class HeadLayer(NamedTuple):
+    """A layer between the pooled hidden state and the scores of a classifier."""
+
+    name: str
+    activation: str = ""
+    norm: str = ""
+    bias: bool = True
 
 
 def nothing() -> Any:
@@ -82,6 +91,8 @@ class Family:
     folder_factors: Callable[[ModelConfig, str], Factors | None] = no_factors  # of the rows of a matrix, put into it
     folder_form: Callable[[ModelConfig], StoredForm] = plain_form  # of joined rows in `folder_source`, for training
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
+
+    hf_head: tuple[HeadLayer, ...] = (HeadLayer("score", bias=False),)  # of folders for classification of sequences
 
     # -- GGUF files
     gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family
