@@ -57,6 +57,11 @@ SIZES = {"vocab_size": len(VOCABULARY), "hidden_size": 48, "intermediate_size": 
          "pad_token_id": 0}  # fmt: skip
 ENCODERS: dict[str, Encoder] = {
     "bert": Encoder("BertConfig", {"type_vocab_size": 2}),
+    "roberta": Encoder("RobertaConfig", {"type_vocab_size": 1}),
+    "xlm-roberta": Encoder("XLMRobertaConfig", {"type_vocab_size": 1}),
+    "mpnet": Encoder("MPNetConfig", {"pad_token_id": 1}),
+    "modernbert": Encoder("ModernBertConfig", {"local_attention": 6, "global_attn_every_n_layers": 2,
+                                               "cls_token_id": 2, "sep_token_id": 3}),
 }
 
 
