@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "serve"))  # a running server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

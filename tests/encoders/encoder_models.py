@@ -60,8 +60,10 @@ ENCODERS: dict[str, Encoder] = {
     "roberta": Encoder("RobertaConfig", {"type_vocab_size": 1}),
     "xlm-roberta": Encoder("XLMRobertaConfig", {"type_vocab_size": 1}),
     "mpnet": Encoder("MPNetConfig", {"pad_token_id": 1}),
-    "modernbert": Encoder("ModernBertConfig", {"local_attention": 6, "global_attn_every_n_layers": 2,
-                                               "cls_token_id": 2, "sep_token_id": 3}),
+    "modernbert": Encoder(
+        "ModernBertConfig",
+        {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3},
+    ),
 }
 
 

@@ -61,7 +61,19 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
         {**CHAT, "tools": [TOOL], "tool_choice": "required"},
         {"messages": CHAT["messages"], "max_tokens": 2, "beam_search": {"width": 2}},
     ],
-    "/v1/embeddings": [{"input": "Once"}],
+    "/v1/embeddings": [{"input": "Once"}, {"input": "Once upon a time"}],
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        [
+            {"query": "Once", "documents": ["Once upon a time", "The fox"]},
+            {"query": "Once", "texts": ["Once upon a time", "The fox"]},
+            {"query": "Once", "documents": ["Once upon a time " * 400]},
+        ],
+    ),
+    **dict.fromkeys(("/v1/score", "/score"), [{"text_1": "Once", "text_2": "Once upon a time"}]),
+    "/pooling": [{"input": "Once upon a time"}],
+    "/embed": [{"inputs": "Once"}, {"inputs": "Once upon a time " * 400}],
+    "/api/embeddings": [{"model": "", "prompt": "Once"}],
     "/tokenize": [{"prompt": "Once"}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [0, 70, 80]}],
     "/v1/messages": [

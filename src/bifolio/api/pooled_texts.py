@@ -39,7 +39,9 @@ class PooledTexts:
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncate: int | None) -> list[EncodedText]:
         tokenizer = self._model.require_tokenizer()
         prepared = [(self._prepared(one, ""), self._prepared(other, "")) for one, other in pairs]
-        return encode_pairs(tokenizer, prepared, self.limit(truncate))
+        found = encode_pairs(tokenizer, prepared, self.limit(truncate))
+        has_types = self._model.config.token_types > 1
+        return found if has_types else [EncodedText(text.token_ids) for text in found]
 
     def limit(self, truncate: int | None) -> int | None:
         """The most tokens of a text that is cut; None: texts are not cut."""

@@ -123,9 +123,9 @@ class PoolingCalls:
     def _cosines(
         self, pairs: list[tuple[str, str]], params: PoolingParams, use_tqdm: bool | None
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """The cosines of the vectors of pairs; every text is computed once."""
+        """The products of the vectors of pairs, their cosines if they are normalised; every text is computed once."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        params = dataclasses.replace(params, use_activation=True, normalize=None)
+        params = dataclasses.replace(params, use_activation=params.activated is not False, normalize=None)
         found = self._pooled([*texts], params, EmbeddingOutput, None, use_tqdm)
         vectors = dict(zip(texts, found, strict=True))
         scored = []

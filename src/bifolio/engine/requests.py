@@ -91,6 +91,8 @@ class RequestFactory:
                 f"the text has {len(prompt_ids)} tokens and {longest} fit (max_model_len={longest}): shorten it, or "
                 "pass truncate_prompt_tokens=-1 to cut it"
             )
+        if options.get("second_start") and self._model.config.token_types < 2:
+            raise RequestError("this model does not tell two texts apart: leave second_start out")
         self._check(request_id, prompt_ids, NO_OUTPUT)
         request = Request(
             request_id=request_id,

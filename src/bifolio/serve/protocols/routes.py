@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import anthropic, embeddings, llama_cpp, ollama, openai_responses
+from bifolio.serve.protocols import anthropic, embeddings, llama_cpp, ollama, openai_responses, scores
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *embeddings.ROUTES,
+    *scores.ROUTES,
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
     *ollama.ROUTES,
