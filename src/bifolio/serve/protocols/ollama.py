@@ -270,6 +270,10 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
     context.check_model(request.model.removesuffix(":latest"))
     began = time.perf_counter()
     inputs = await encoded(context, request.input, None if request.truncate is False else -1)
+    most, longest = context.max_model_len, max(len(text.token_ids) for text in inputs)
+    if longest > most:
+        message = f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
+        raise bad_request(message, "truncate", "context_length_exceeded")
     raw = await pooled(context, inputs, Pooling("embed", request.dimensions or None), scope, receive)
     count = sum(len(text.token_ids) for text in inputs)
     found = [shown(each, "float") for each in raw]
