@@ -88,8 +88,8 @@ class RequestFactory:
         pooled, longest = pooled_result(params, self._model.pooling, self._model.config), self._config.max_model_len
         if len(prompt_ids) > longest:
             raise PromptTooLongError(
-                f"the text has {len(prompt_ids)} tokens and {longest} fit (max_model_len={longest}): shorten it, or "
-                "pass truncate_prompt_tokens=-1 to cut it"
+                f"the text has {len(prompt_ids)} tokens and {longest} fit (max_model_len={longest}): shorten it, or truncate "
+                "it (truncate_prompt_tokens=-1)"
             )
         if options.get("second_start") and self._model.config.token_types < 2:
             raise RequestError("this model does not tell two texts apart: leave second_start out")
