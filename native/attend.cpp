@@ -23,7 +23,7 @@ class Attention {
   void run_unit(int64_t index, Scratch& scratch) const {
     const AttentionUnit& unit = plan_.units[size_t(index)];
     const int64_t dim = shape_.head_dim, count = unit.count * group_;
-    const size_t row_floats = size_t(kMaxRows * (dim + padded_ * 2 + 4));
+    const size_t row_floats = size_t(kMaxRows * (dim + padded_ * 2 + 5));
     uint8_t* memory = scratch.bytes(row_floats * 4 + size_t(kMaxRows) * 32 + attention_scratch_bytes(dim) + 256);
     auto* begin = reinterpret_cast<int64_t*>(memory);
     int64_t *end = begin + kMaxRows, *position = end + kMaxRows;
@@ -32,10 +32,11 @@ class Attention {
     auto* query = reinterpret_cast<float*>(kernel_scratch + attention_scratch_bytes(dim));
     float* mixed = query + kMaxRows * dim;
     float* merged = mixed + kMaxRows * padded_;
-    float *maximum = merged + kMaxRows * padded_, *total = maximum + kMaxRows, *M = total + kMaxRows, *L = M + kMaxRows;
-    gather_rows(unit, query, begin, end);
+    float *maximum = merged + kMaxRows * padded_, *total = maximum + kMaxRows, *M = total + kMaxRows, *L = M + kMaxRows, *slopes = L + kMaxRows;
+    gather_rows(unit, query, begin, end, slopes);
     if (shape_.bias) gather_biases(unit, position, bias);
-    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap, shape_.bias ? bias : nullptr, position, shape_.reach};
+    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap, shape_.slopes ? slopes : nullptr,
+                             shape_.bias ? bias : nullptr, position, shape_.reach};
     if (unit.span >= 0) {
       attend_span(unit, unit.span, rows, kernel_scratch);
       store_partials(unit, rows);
@@ -102,12 +103,13 @@ class Attention {
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;
   }
 
-  void gather_rows(const AttentionUnit& unit, float* query, int64_t* begin, int64_t* end) const {
+  void gather_rows(const AttentionUnit& unit, float* query, int64_t* begin, int64_t* end, float* slopes) const {
     const int64_t dim = shape_.head_dim;
     each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
       const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(shape_, which.position);
       end[r] = window_end(shape_, which);
+      slopes[r] = shape_.slopes ? shape_.slopes[head] : 0.0f;
       scale_row(qkv_.row(which.token) + head * dim, shape_.scale_at(which.position), dim, query + r * dim);
     });
   }
@@ -136,7 +138,8 @@ class Attention {
       const int64_t row = i * group_;
       const AttentionRows part{(next - i) * group_, rows.query + row * shape_.head_dim, rows.begin + row, rows.end + row,
                                rows.maximum + row, rows.total + row, rows.mixed + row * padded_, rows.softcap,
-                               rows.bias ? rows.bias + row : nullptr, rows.position + row, rows.reach};
+                               rows.slopes ? rows.slopes + row : nullptr, rows.bias ? rows.bias + row : nullptr,
+                               rows.position + row, rows.reach};
       if (unit.kv_head == 0) count_shared(queries + i, queries + next, begin, shared, part);
       kernels().attend_part(kv_, unit.kv_head, queries[i].table, begin, shared, part, scratch);
       if (shared < end) attend_between(unit, i, next, shared, end, rows, scratch);
@@ -182,6 +185,7 @@ struct Context {
   const int32_t* table;
   int64_t num_blocks;
   int64_t first_token, first_position, num_queries;
+  bool causal;
 
   // An order in which tables with a common prefix are neighbours.
   bool operator<(const Context& other) const {
@@ -201,15 +205,16 @@ std::vector<Query> order_queries(Phase phase, const std::vector<Segment>& segmen
       const int64_t length = s.context_lens[i], count = s.query_starts[i + 1] - s.query_starts[i];
       if (count > 0)
         contexts.push_back({s.block_tables + i * s.table_stride, (length + block_size - 1) / block_size,
-                            s.token_start + s.query_starts[i], length - count, count});
+                            s.token_start + s.query_starts[i], length - count, count, s.causal});
     }
   if (share) std::stable_sort(contexts.begin(), contexts.end());
   std::vector<Query> queries;
   for (size_t i = 0; i < contexts.size(); ++i) {
     const Context& c = contexts[i];
     int64_t shared = share && i > 0 ? c.shared_blocks(contexts[i - 1]) * block_size : 0;
+    const int64_t length = c.first_position + c.num_queries;
     for (int64_t q = 0; q < c.num_queries; ++q, shared = INT64_MAX)
-      queries.push_back({c.first_token + q, c.first_position + q, c.table, shared, c.first_position + c.num_queries});
+      queries.push_back({c.first_token + q, c.first_position + q, c.causal ? c.first_position + q + 1 : length, c.table, shared, length});
   }
   return queries;
 }

@@ -37,12 +37,13 @@ struct AttentionPlan {
 
 // The first position that a query at `position` sees.
 inline int64_t window_begin(const AttentionConstants& shape, int64_t position) {
+  if (shape.window && shape.in_chunks) return position - position % shape.window;
   return shape.window && position >= shape.window ? position + 1 - shape.window : 0;
 }
 
 // One past the last position that a query sees.
 inline int64_t window_end(const AttentionConstants& shape, const Query& query) {
-  if (!shape.bidirectional) return query.position + 1;
+  if (!shape.bidirectional) return query.end;
   return shape.window && query.position + shape.window < query.length ? query.position + shape.window : query.length;
 }
 

@@ -52,7 +52,7 @@ struct CacheHolder {
 
 struct RouterHolder {
   RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float scale, nb::handle bias, int64_t num_groups,
-               int64_t top_groups, int64_t group_best, nb::handle expert_scales);
+               int64_t top_groups, int64_t group_best, nb::handle expert_scales, float band);
   Vector bias;  // not valid: none
   Vector expert_scales;  // not valid: none
   RouterConstants router;
@@ -122,7 +122,7 @@ struct RanksHolder {
 
 // -- segments of a batch --------------------------------------------------------------------------------------------------
 
-// The segments (phase, token_start, query_starts, context_lens, block_tables), checked against the batch and the cache.
+// The segments (phase, token_start, query_starts, context_lens, block_tables, causal), checked against the batch and the cache.
 // They must cover the tokens [0, num_tokens) in order. `tables` keeps alive the block tables that the queries point into.
 Queries queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share, std::vector<Tables>& tables);
 

@@ -39,13 +39,16 @@ struct AttentionConstants {
   int64_t temperature_period = 1;
   const NormWeights* value_norm = nullptr;  // of head_dim; null: none
   bool queries_only = false;  // the keys and values are those of another layer: rows hold queries alone, none are written
+  bool in_chunks = false;          // the window begins at a multiple of its size
+  int64_t temperature_start = 0;   // of the positions that the temperature counts
+  const float* slopes = nullptr;   // [num_heads] scores grow by slope * (position - position of the query); null: they do not
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
   bool bidirectional = false;    // a query sees the positions after it, too; a window reaches as far in both directions
   const float* bias = nullptr;   // [num_heads][2 * reach + 1] added to scores, by the position of the key minus that of the query; null: none
   int64_t reach = 0;             // larger distances have the bias of this one
 
   float scale_at(int64_t position) const {
-    return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + position / temperature_period)));
+    return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + (position + temperature_start) / temperature_period)));
   }
   int64_t query_width() const { return num_heads * head_dim; }
   int64_t qkv_width() const { return (num_heads + (queries_only ? 0 : 2 * num_kv_heads)) * head_dim; }
@@ -60,6 +63,7 @@ enum class Phase : int32_t {
 // One segment of a batch: whole sequences of one phase, one after the other.
 struct Segment {
   Phase phase;
+  bool causal;  // false: every query sees the whole context of its sequence, from the start of its window on
   int64_t token_start;
   int64_t num_sequences;
   const int32_t* query_starts;  // [s + 1], from token_start
@@ -72,6 +76,7 @@ struct Segment {
 struct Query {
   int64_t token;         // row of the batch
   int64_t position;      // in its context
+  int64_t end;           // one past the last position that it sees
   const int32_t* table;  // blocks of its context
   int64_t shared;        // leading tokens that lie in the same blocks as those of the query before; INT64_MAX within a sequence
   int64_t length;        // of its context

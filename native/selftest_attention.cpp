@@ -82,10 +82,10 @@ void check_nan() {
 }
 
 // Queries of sequences that have nothing in common: `count` each, the last at the end of a context of `length` tokens.
-std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length) {
+std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length, bool causal = true) {
   std::vector<Query> queries;
   for (int64_t s = 0; s < sequences; ++s)
-    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, nullptr, q ? INT64_MAX : 0, length});
+    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, causal ? length - count + q + 1 : length, nullptr, q ? INT64_MAX : 0, length});
   return queries;
 }
 
@@ -125,6 +125,8 @@ void check_plans() {
   check_plan("a prompt with a window", Phase::Prefill, some_queries(2, 300, 3000), 2, false, 400);
   check_plan("a text", Phase::Prefill, some_queries(1, 700, 700), 2, false, 0, true);
   check_plan("short texts with a window", Phase::Prefill, some_queries(9, 600, 600), 2, false, 128, true);
+  check_plan("an image", Phase::Prefill, some_queries(2, 300, 3000, false), 2, false);
+  check_plan("an image behind a prefix", Phase::Prefill, some_queries(1, 8, 4096, false), 2, true);
   check_plan("no queries", Phase::Prefill, {}, 2, false);
 }
 

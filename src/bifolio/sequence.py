@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import FaultKind
+from bifolio.images import Mark, PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.long_rope import salt_of_rope
 from bifolio.sampling_params import SamplingParams
@@ -148,8 +149,16 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """The final text of the output, detokenised when it is read."""
-        return "" if self.reader is None or not self.output_token_ids else self.reader.whole(self.output_token_ids)
+        """The final text of the new output, detokenised when it is read."""
+        given = self.request.num_given
+        if self.reader is None or len(self.output_token_ids) <= given:
+            return ""
+        return str(self.reader.whole(self.output_token_ids, given))
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """The output behind the tokens that were given."""
+        return self.output_token_ids[self.request.num_given :]
 
     @property
     def num_tokens(self) -> int:
@@ -262,7 +271,7 @@ class Sequence:
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request that do not change its output; `Request` has their meaning and defaults."""
+    """The options of a request beside its parameters; `Request` has their meaning and defaults."""
 
     prompt: str | None
     priority: int
@@ -270,6 +279,9 @@ class RequestOptions(TypedDict, total=False):
     owner: str
     salt: bytes
     second_start: int
+    num_given: int
+    score_from: int
+    images: tuple[PromptImage, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -285,7 +297,10 @@ class Request:
     priority: int = 0  # smaller runs first
     turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
+    num_given: int = 0  # output tokens that were known before: the last ones of the tokens that it was added with
+    score_from: int = 0  # prompt logprobs are those of the tokens after this position
     rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
@@ -299,10 +314,12 @@ class Request:
     second_start: int = 0  # of a pair of texts: the first token of the second one; 0: there is one text
     steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
     wants_logprobs: bool = field(init=False)  # of every sampled token
+    marks: tuple[Mark, ...] = field(init=False, repr=False)  # of the images, for the digests of blocks
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt as an array, for hashing and copying
 
     def __post_init__(self) -> None:
         self.wants_logprobs = self.params.needs_logprobs
+        self.marks = tuple(image.mark for image in self.images)
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
 
     def set_error(self, fault: FaultKind, message: str) -> None:
@@ -314,10 +331,16 @@ class Request:
         """The salt of the digests of its blocks: keys that the two sets of LongRoPE rotated are never shared."""
         return salt_of_rope(self.rope, self.salt)
 
+    def marks_until(self, end: int) -> tuple[Mark, ...]:
+        """The marks of the first `end` tokens."""
+        return tuple(mark for mark in self.marks if mark.start < end) if self.marks else ()
+
     @property
-    def reads_whole_prompt(self) -> bool:
-        """Whether logits or hidden states of every prompt token are read, so that none comes from the prefix cache."""
-        return self.params.prompt_logprobs is not None or (self.pooling is not None and self.pooling.reads_all)
+    def most_cached(self) -> int | None:
+        """Tokens that may come from the prefix cache, where results of the others are read; None: all."""
+        if self.pooling is not None:
+            return 0 if self.pooling.reads_all else None
+        return self.score_from if self.params.prompt_logprobs is not None else None
 
     @property
     def is_finished(self) -> bool:
@@ -325,7 +348,7 @@ class Request:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, if they were asked for; the first token has none."""
+        """Of each prompt token behind `score_from`, if they were asked for; the first token has none."""
         return None if self.prompt_scores is None else [None, *self.prompt_scores]
 
 
@@ -359,6 +382,11 @@ class StepResult:
         if sequence is None or not self.number or not sequence.request.wants_logprobs:
             return None
         return sequence.logprobs[self.number - 1]
+
+
+def unforked_children(sequence: Sequence) -> list[Sequence]:
+    """Sequences of the same request that are not yet forked from this one."""
+    return team(sequence)[1:] if sequence.group is None else []
 
 
 def team(sequence: Sequence) -> list[Sequence]:

@@ -14,7 +14,7 @@ import torch
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import KVDtype
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
-from bifolio.kernels.reference import attention
+from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
@@ -108,7 +108,7 @@ def expected_attention(
             for array in (context.storage.keys[shape.layer], context.storage.values[shape.layer])
         )
         part = query[start : start + count].float()
-        outputs.append(attention(part, keys, values, shape.scale, shape.window))
+        outputs.append(causal_attention(part, keys, values, shape.scale, shape.window))
         start += count
     return torch.cat(outputs)
 

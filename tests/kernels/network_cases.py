@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from case_table import Outputs, activations, case, normal
 
-from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm, XieluCoefficients
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -189,7 +189,7 @@ def act_mul_of_product(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 def act(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     x = activations(kernels, normal(rng, 5, 72, scale=2.0))
     layer = kernels.prepare_linear(new_linear(rng, (48,), 72))
-    plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "tanh")]
+    plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "relu", "tanh")]
     return *plain, kernels.to_host(kernels.act(kernels.linear(x, layer), "gelu"))
 
 
@@ -208,6 +208,12 @@ def embed_types(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     positions = kernels.from_host(np.array([19, 0, 7, 7], np.int32) + LONG_ROPE * np.array([0, 1, 2, 0], np.int32))
     ids = positions % LONG_ROPE, positions // LONG_ROPE
     return tuple(kernels.to_host(kernels.embed(*each, 1.0)) for each in zip(tables, ids, strict=True))
+
+
+@case("xielu")
+def xielu(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    x = activations(kernels, normal(rng, 5, 72, scale=2.0))
+    return (kernels.to_host(kernels.xielu(x, XieluCoefficients(0.8, 1.3, 0.5, -1e-6))),)
 
 
 @case("take")

@@ -20,7 +20,7 @@ from bifolio.kernels.interface import (
     Norm,
     Rotation,
 )
-from bifolio.kernels.reference import ReferenceKernels, attention, attention_mask, erf, rotate, sigmoid
+from bifolio.kernels.reference import ReferenceKernels, causal_attention, causal_mask, erf, rotate, sigmoid
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from helpers import kv_storage
 
@@ -60,7 +60,7 @@ def test_causal_attention_by_hand(group: int, dim: int, num_queries: int, length
         normal(length, 2, dim, seed=2),
     )
     scale = 1 / math.sqrt(dim)
-    ours = attention(query, key, value, scale, window)
+    ours = causal_attention(query, key, value, scale, window)
     np.testing.assert_allclose(ours, attention_by_hand(query, key, value, scale, window), atol=2e-6)
 
 
@@ -69,19 +69,19 @@ def test_causal_attention_like_torch() -> None:
     theirs = F.scaled_dot_product_attention(
         *(torch.from_numpy(x).transpose(0, 1)[None] for x in (query, key, value)), is_causal=True
     )
-    ours = attention(query, key, value, 0.25, None)
+    ours = causal_attention(query, key, value, 0.25, None)
     np.testing.assert_allclose(ours, theirs[0].transpose(0, 1).reshape(7, 64).numpy(), atol=1e-6)
 
 
 def test_causal_mask_draws_the_band() -> None:
-    assert attention_mask(2, 4, None).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert attention_mask(2, 4, 2).tolist() == [[False, True, True, False], [False, False, True, True]]
-    assert attention_mask(1, 3, 1).tolist() == [[False, False, True]]
+    assert causal_mask(2, 4, None).tolist() == [[True, True, True, False], [True, True, True, True]]
+    assert causal_mask(2, 4, 2).tolist() == [[False, True, True, False], [False, False, True, True]]
+    assert causal_mask(1, 3, 1).tolist() == [[False, False, True]]
 
 
 def test_scores_that_would_overflow_do_not() -> None:
     query, key, value = normal(3, 2, 16) * 1e4, normal(3, 2, 16, seed=1) * 1e4, normal(3, 2, 16, seed=2)
-    output = attention(query, key, value, 1.0, None)
+    output = causal_attention(query, key, value, 1.0, None)
     assert np.isfinite(output).all()
 
 
@@ -238,4 +238,4 @@ def test_logits_are_capped_softly() -> None:
 @pytest.mark.full
 def test_gradients_flow_through_attention_on_torch_tensors() -> None:
     query, key, value = (torch.from_numpy(normal(4, 2, 8, seed=s)).double().requires_grad_() for s in range(3))
-    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, 0.3, 3), (query, key, value))
+    assert torch.autograd.gradcheck(lambda q, k, v: causal_attention(q, k, v, 0.3, 3), (query, key, value))

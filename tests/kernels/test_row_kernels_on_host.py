@@ -19,7 +19,7 @@ import torch
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product
 from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
-from bifolio.kernels.reference import attention
+from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -239,7 +239,7 @@ def test_attention(
         values[written // size, :, written % size] = own_values[: len(written)]
         newest.append((int(places[-1]), own_keys[-1], own_values[-1]))
         query = turned.query[number : number + 1]
-        expected.append(attention(query, own_keys.float(), own_values.float(), shape.scale, None))
+        expected.append(causal_attention(query, own_keys.float(), own_values.float(), shape.scale, None))
     given = row_attention.RawHeads(qkv, rotation) if is_raw else turned.query.to(torch.bfloat16)
     assert not is_raw or row_attention.can_fuse(shape, rotation, storage)
     integers = torch.tensor(lengths, dtype=torch.int32)

@@ -213,12 +213,12 @@ def test_operations_on_a_gpu_are_timed_by_events_that_are_read_when_their_work_i
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_seen_pairs_are_those_of_a_mask(window: int | None) -> None:
-    from bifolio.kernels.reference import attention_mask
+    from bifolio.kernels.reference import causal_mask
 
     lengths, contexts = [1, 4, 5], [7, 4, 9]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     segment = AttentionSegment(AttentionPhase.PREFILL, 0, 10, starts, np.array(contexts, np.int32), None, False, 5, 9)
-    masks = [attention_mask(n, length, window) for n, length in zip(lengths, contexts, strict=True)]
+    masks = [causal_mask(n, length, window) for n, length in zip(lengths, contexts, strict=True)]
     assert seen_pairs(segment, window) == (
         sum(int(mask.sum()) for mask in masks),
         sum(int(mask.any(axis=0).sum()) for mask in masks),

@@ -8,7 +8,7 @@ import pytest
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, LayerAttention
-from bifolio.kernels.reference import ReferenceKernels, attention
+from bifolio.kernels.reference import ReferenceKernels, causal_attention
 from bifolio.model.transformer import PagedAttentionLayer
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
@@ -155,7 +155,7 @@ def filled(
 
 def expected(query: np.ndarray, content: tuple[np.ndarray, np.ndarray], end: int) -> np.ndarray:
     keys, values = content
-    return attention(query, keys[:end], values[:end], SHAPE.scale, None)
+    return causal_attention(query, keys[:end], values[:end], SHAPE.scale, None)
 
 
 def test_batch_prefill_gives_each_sequence_what_it_gets_alone() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import Hello, Picture, Pooling, Recalled, Start
+from bifolio.api.messages import BranchCall, BranchReply, Hello, Picture, Pooling, Recalled, Start
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -108,6 +108,10 @@ class EngineClient(Protocol):
 
     async def recall(self, name: str, owner: str, *, drops: bool = False) -> Recalled:
         """A stored conversation of this owner; with an empty body if there is none."""
+        ...
+
+    async def branch(self, call: BranchCall) -> BranchReply:
+        """Run a verb on a branch; its id is set here."""
         ...
 
     def fail_all(self, error: Exception) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from bifolio.cli import commands, options
+from bifolio.cli.serve_several import SeveralOptions
 
 if TYPE_CHECKING:
     from bifolio.api.messages import KvEventSettings
@@ -20,7 +21,9 @@ EPILOG = """Examples:
 
   bifolio serve
 
-  bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt"""
+  bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt
+
+  bifolio serve -m smollm2 -m ./qwen.gguf --models-memory 8GB --keep smollm2"""
 
 
 def register(app: commands.App) -> None:
@@ -258,7 +261,17 @@ class ServerOptions:
         return b"" if self.engine_secret_file is None else read_secret(self.engine_secret_file)
 
 
-def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Model = None) -> None:
+def serve(
+    server: ServerOptions,
+    engine: options.BatchEngine,
+    several: SeveralOptions,
+    models: Annotated[
+        list[str] | None,
+        commands.option(
+            "--model", "-m", help="A model folder, a .gguf file, or a model's name; repeatable: several models."
+        ),
+    ] = None,
+) -> None:
     import asyncio
     import os
 
@@ -276,6 +289,8 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
+    wanted = several.settings(models or [], server, engine)
+    model = models[0] if models else None
     if server.replicas > 1 or server.prefill_replicas:
         serve_replicas(server, engine, model)
         return
@@ -283,7 +298,12 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
     if engine_options["speculative"] is not None:
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
-        runner.run(run_server(server.settings(), engine_options))
+        if wanted is None:
+            runner.run(run_server(server.settings(), engine_options))
+        else:
+            from bifolio.serve.several.server import serve_several
+
+            runner.run(serve_several(server.settings(), wanted, engine_options))
 
 
 def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: str | None) -> None:

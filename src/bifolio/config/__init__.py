@@ -20,3 +20,4 @@ from bifolio.config.model import RopeConfig as RopeConfig
 from bifolio.config.pooling import HeadConfig as HeadConfig
 from bifolio.config.pooling import PoolingConfig as PoolingConfig
 from bifolio.config.recurrent import RecurrentConfig as RecurrentConfig
+from bifolio.config.tiers import TierSettings as TierSettings

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bifolio.config.cache import CacheConfig
+from bifolio.config.tiers import TierSettings
 from bifolio.errors import ConfigError
 
 
@@ -63,6 +64,7 @@ class EngineConfig:
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
     launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
+    tiers: TierSettings | None = None  # below the cache; None: there are none
     warm_up: bool = True  # on a GPU: compile kernels and capture decode steps before the first request
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_clamped", "xielu"] = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -115,12 +115,15 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm on each query and key head before rope
     qk_norm_all_heads: bool = False  # one norm over all heads of a token instead of each head (OLMo 2)
     qk_norm_after_rope: bool = False
+    qk_norm_rotated: bool = False  # norms of heads have no weights, and layers without rope have none (Llama 4)
     pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on the outputs of attention and MLP, before the residual addition (Gemma)
     parallel_block: bool = False  # attention and MLP read the same norm; both are added to the residual stream
     parallel_norms: bool = False  # the MLP of a parallel block reads a norm of its own (GPT-NeoX)
     tie_embeddings: bool = False
+    embedding_norm: bool = False  # of the embeddings; in encoders with `pre_norms` in place of the first layer's own
     learned_positions: bool = False
+    alibi: float = 0.0  # scores fall with the distance; the slopes of heads go down to 2 ** -alibi; 0: off
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
     layers: tuple[LayerConfig, ...] = ()  # one for each layer; empty: all are usual
@@ -132,6 +135,8 @@ class ModelConfig:
     attention_softcap: float = 0.0  # of attention scores; 0: off
     attention_temperature: float = 0.0  # growth of queries with the log of their position; 0: off
     temperature_period: int = 1  # positions after which a query grows again
+    temperature_unrotated: bool = False  # only in layers without rope, whose positions count from 1 (Llama 4)
+    window_in_chunks: bool = False  # a window begins at the last multiple of its size
     logit_scale: float = 1.0  # factor of the logits
     logit_softcap: float = 0.0  # 0: off
     moe: MoeConfig | None = None
@@ -146,7 +151,6 @@ class ModelConfig:
     bidirectional: bool = False  # tokens see those after them, too: an encoder, which computes a text as a whole
     language_head: bool = True  # the network has logits of a next token; False: it makes vectors and scores alone
     residual_norms: bool = False  # norms of the residual stream behind attention and MLP, in place of `pre_norms`
-    embedding_norm: bool = False  # with `pre_norms` in place of the attention norm of the first layer
     token_types: int = 0  # kinds of tokens with an embedding each, such as the first and the second of two texts
     position_offset: int = 0  # rows of the table of learned positions that no position reads
     distance_bias: Literal["none", "alibi", "buckets"] = "none"  # added to the scores of attention
@@ -180,7 +184,8 @@ class ModelConfig:
             self.mla.rope_size + self.mla.latent_size,
         ):
             raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
-        if self.recurrent is None and not self.learned_positions and not self.ropes and self.distance_bias == "none":
+        has_positions = self.learned_positions or self.ropes or self.alibi or self.distance_bias != "none"
+        if self.recurrent is None and not has_positions:
             raise ConfigError("a model without learned positions needs a rope configuration")
         self._check_layers()
         self._check_encoder()
@@ -215,8 +220,8 @@ class ModelConfig:
             )
             if not same or self.layers[source].kv_source is not None:
                 raise ConfigError(f"layer {index} cannot read the keys and values of layer {source}")
-        if not self.attention_layers:
-            raise ConfigError("models without any attention layer are not supported")
+        if not self.attention_layers and not self.recurrent_layers:
+            raise ConfigError("models without any attention or recurrent layer are not supported")
         if (self.recurrent is not None) != bool(self.recurrent_layers):
             raise ConfigError("a model with a recurrent configuration has no recurrent layer, or the reverse")
 

@@ -18,7 +18,7 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * (not config.has_mlp_norm) + 1
     if config.residual_norms:
         norms = 2 * config.num_layers
-    norms += config.embedding_norm * (not config.pre_norms)  # else it is that of the first layer
+    norms += config.embedding_norm and not (config.bidirectional and config.pre_norms)  # else it is the first layer's
     tables = 1 if config.tie_embeddings or not config.language_head else 2
     total = config.vocab_size * (d * tables + config.head_bias) + config.token_types * d
     total += (config.max_position + config.position_offset) * d * config.learned_positions + per_norm * norms
@@ -44,7 +44,7 @@ def _attention(config: ModelConfig, layer: int) -> int:
     qk_width = query + kv if config.qk_norm_all_heads else dim * (2 if writes else 1)
     total = d * projected + query * d + projected * config.qkv_bias + d * config.output_bias
     total += (d + config.gate_bias) * config.gate_size(layer)
-    return total + qk_width * config.qk_norm + config.num_heads * config.sinks
+    return total + qk_width * (config.qk_norm and not config.qk_norm_rotated) + config.num_heads * config.sinks
 
 
 def _latent(config: ModelConfig, mla: LatentConfig) -> int:
@@ -56,7 +56,8 @@ def _latent(config: ModelConfig, mla: LatentConfig) -> int:
 
 def _mlp(config: ModelConfig, layer: int) -> int:
     d, ffn, num_up = config.hidden_size, config.mlp_size(layer), 2 if config.gated_mlp else 1
-    return d * ffn * (num_up + 1) + (ffn * num_up + d) * config.mlp_bias
+    coefficients = 2 if config.activation == "xielu" else 0
+    return d * ffn * (num_up + 1) + (ffn * num_up + d) * config.mlp_bias + coefficients
 
 
 def _experts(config: ModelConfig, moe: MoeConfig, num_experts: int) -> int:

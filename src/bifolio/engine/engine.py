@@ -35,7 +35,9 @@ from bifolio.engine.speculative.build import new_speculator, with_taps
 from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
+from bifolio.engine.tiers.build import new_tiers
 from bifolio.errors import RequestError
+from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
 from bifolio.model.draft_head import LoadedHead
@@ -106,12 +108,13 @@ class InferenceEngine:
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
-        self.factory = RequestFactory(model, config, self.blocks, self.requests)
+        self.factory = RequestFactory(model, config, self.blocks, self.requests, self._refusal_of_images())
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._has_states = self.blocks.has_states
         self._counters = EngineStats()
         self._outbox: list[StepResult] = []  # results that are not delivered yet
+        self.tiers = self.batcher.source = new_tiers(self, config.tiers, draft_model)
 
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
@@ -120,6 +123,8 @@ class InferenceEngine:
         if faults.is_active:
             faults.before_step()
         try:
+            if self.tiers is not None and self.tiers.has_tickets:
+                self.tiers.land(self, is_idle=not (self.batcher.num_running or self.in_flight))
             overdue = self.batcher.overdue()
             if overdue is not None:
                 self._yield_to(overdue)
@@ -193,6 +198,8 @@ class InferenceEngine:
         """Read and process the tokens of the oldest launched step."""
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
+        if self.tiers is not None:
+            self.tiers.collected(ticket.plan, ticket.started)
         if self.speculator is not None:
             self.speculator.collected(ticket.plan, ticket.started)
 
@@ -256,24 +263,32 @@ class InferenceEngine:
         new_request_id: str,
         token_ids: Sequences[int],
         params: SamplingParams,
+        *,
+        num_kept: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Continue a kept conversation, with its salt, by `token_ids` and generate from there.
+        """Continue a kept conversation, or its first `num_kept` tokens, by `token_ids` and generate from there.
 
-        Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a new request instead.
+        The request has its salt. Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a
+        new request instead.
         """
         parent = self.batcher.kept(request_id)
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
-        request = self.factory.new_request(new_request_id, [*parent.token_ids, *token_ids], params, **options)
-        if params.prompt_logprobs is not None or request.rope != parent.request.rope:  # the prompt is computed whole
-            return self._enqueue(request)
+        options.setdefault("images", parent.request.images)
+        known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
+        request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
         first = request.sequences[0]
+        shared = min(parent.num_computed, len(known), first.num_tokens - 1)
+        if params.prompt_logprobs is not None:  # the positions that score others are computed again
+            shared = min(shared, request.score_from)
+        if not shared or request.rope != parent.request.rope:
+            return self._enqueue(request)
         self.blocks.fork(parent.id, first.id)
         try:
-            self.blocks.truncate(first.id, min(parent.num_computed, first.num_tokens - 1))
-            first.num_draft_computed = min(parent.num_draft_computed, first.num_tokens - 1)
+            self.blocks.truncate(first.id, shared)
+            first.num_draft_computed = min(parent.num_draft_computed, shared)
             return self._enqueue(request)
         except BaseException:
             self.blocks.release(first.id)
@@ -305,14 +320,22 @@ class InferenceEngine:
             self.abort(request_id)
 
     def close(self) -> None:
-        """End all requests, and the processes of other ranks."""
+        """End all requests, the processes of other ranks, and the tiers once all blocks are written."""
         self.abort_all()
+        self.close_tiers()
         if self.runner.peers is not None:
             self.runner.peers.close()
+
+    def close_tiers(self) -> None:
+        """Write the blocks that wait for the tiers."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def stats(self) -> EngineStats:
         self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)
         self._counters.sharing = self.shares.get_stats()
+        if self.tiers is not None:
+            self._counters.tiers = self.tiers.stats()
         return self._counters
 
     def reset_stats(self) -> None:
@@ -326,6 +349,8 @@ class InferenceEngine:
             self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
             self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
         self.phases.track(sequence)
+        if self.tiers is not None:
+            self.tiers.admitted(sequence)
 
     def slot_freed(self, slot: int, sequence: Sequence) -> None:
         if sequence.request.pooling is None:
@@ -349,6 +374,12 @@ class InferenceEngine:
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes) if has_tokens else None
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
+
+    def _refusal_of_images(self) -> str | None:
+        """Why requests with images are refused; None: they are read."""
+        if self.model.tower is None:
+            return TEXT_ONLY
+        return None if self.runner.images is not None else ONE_CPU
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""

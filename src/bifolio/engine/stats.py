@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import ShareStats
 from bifolio.cache.states import StateStats
+from bifolio.engine.tiers.tiers import TierStats
 from bifolio.schedule.batcher import ContinuousBatcher
 
 
@@ -26,6 +27,7 @@ class EngineStats:
     num_used_blocks: int = 0
     utilisation: float = 1.0  # reserved tokens over the capacity of all blocks in use
     states: StateStats = field(default_factory=StateStats)
+    tiers: TierStats = field(default_factory=TierStats)
     sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
 
     def read_state(self, batcher: ContinuousBatcher, blocks: KVCacheBlockManager, num_parked: int) -> None:

@@ -54,6 +54,7 @@ from bifolio.kernels.operations import (
     SWIGLU_SLOPE,
     Operations,
     Rotation,
+    XieluCoefficients,
 )
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
@@ -99,6 +100,7 @@ __all__ = [
     "Storage",
     "TimedOperation",
     "TokenScores",
+    "XieluCoefficients",
 ]
 
 
@@ -202,6 +204,10 @@ class KernelSet(Operations, Protocol):
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
     ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model
+
+    def build_facts(self) -> dict[str, str]:
+        """Versions, instruction set and device: all beside the attributes above that decides on the bits of results."""
+        ...
 
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...

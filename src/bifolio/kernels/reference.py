@@ -15,6 +15,7 @@ import numpy as np
 from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
 from bifolio.kernels.host_arrays import HostArrays
+from bifolio.kernels.host_math import erf, mix_sparsely
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
@@ -36,8 +37,9 @@ from bifolio.kernels.interface import (
     Routing,
     StepProgram,
     Storage,
+    XieluCoefficients,
 )
-from bifolio.kernels.recurrence import recur
+from bifolio.kernels.recurrence import recur, scan
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
@@ -171,7 +173,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return _attention_of(own.query, keys, values, shape)
+        return attend_heads(own.query, keys, values, shape, segment.causal)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -180,7 +182,7 @@ class ReferenceKernels(HostArrays):
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return _attention_of(own.query, keys, values, shape)
+        return attend_heads(own.query, keys, values, shape)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         half = x.shape[-1] // 2
@@ -200,6 +202,8 @@ class ReferenceKernels(HostArrays):
         xp = array_namespace(x)
         if activation == "silu":
             return x * sigmoid(xp, x)
+        if activation == "relu":
+            return xp.clip(x, 0.0, None)
         if activation == "relu2":
             return xp.clip(x, 0.0, None) ** 2
         if activation == "tanh":
@@ -208,11 +212,21 @@ class ReferenceKernels(HostArrays):
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
 
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        xp, (positive, negative, linear, most) = array_namespace(x), coefficients
+        below = negative * (xp.expm1(xp.clip(x, None, most)) - x)
+        return linear * x + xp.where(x > 0, positive * x * x, below)
+
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        return x * routing.weights[:, :1]
+
     def gate(self, x: Array, logits: Array) -> Array:
         parts = x.reshape(*logits.shape, x.shape[-1] // logits.shape[-1])
         return (sigmoid(array_namespace(x), logits)[..., None] * parts).reshape(x.shape)
 
     def route(self, logits: Array, router: Router) -> Routing:
+        if router.band:
+            return mix_sparsely(logits.astype(np.float32), router)
         scores = logits.astype(np.float32)
         if router.scoring == "softmax":
             scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -247,6 +261,9 @@ class ReferenceKernels(HostArrays):
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(x, recurrence, batch, storage)
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return scan(x, recurrence, batch, storage)
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         xp, count, size = array_namespace(x), coefficients.shape[-1] // streams, x.shape[-1] // streams
@@ -291,19 +308,20 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
     """Queries [n, h, d] at the last n of `length` positions, multiplied by the temperature at their positions."""
     if not shape.temperature:
         return query
-    positions = np.arange(length - query.shape[0], length)
+    positions = np.arange(length - query.shape[0], length) + shape.temperature_start
     factors = 1 + shape.temperature * np.log(1 + positions // shape.temperature_period)
     xp = array_namespace(query)
     scaled = query * xp.asarray(factors.astype(np.float32))[:, None, None]
     return xp.astype(scaled, query.dtype)
 
 
-def _attention_of(query: Array, key: Array, value: Array, shape: AttentionShape) -> Array:
-    limits = shape.window, shape.softcap, shape.sinks, shape.bidirectional, shape.bias
-    return attention(query, key, value, shape.scale, *limits)
+def attend_heads(query: Array, key: Array, value: Array, shape: AttentionShape, causal: bool = True) -> Array:
+    """`causal_attention` with the constants of a layer."""
+    constants = shape.scale, shape.window, shape.softcap, shape.sinks, shape.in_chunks, shape.slopes, causal
+    return causal_attention(query, key, value, *constants, shape.bidirectional, shape.bias)
 
 
-def attention(
+def causal_attention(
     query: Array,
     key: Array,
     value: Array,
@@ -311,13 +329,16 @@ def attention(
     window: int | None,
     softcap: float = 0.0,
     sinks: Array | None = None,
+    in_chunks: bool = False,
+    slopes: Array | None = None,
+    causal: bool = True,
     bidirectional: bool = False,
     bias: Array | None = None,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
-    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them; bidirectional ones to
-    all positions whose distance is below the window.
+    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them; not `causal`: also to
+    all after its own; `bidirectional`: to all positions whose distance is below the window.
     """
     xp = array_namespace(query)
     num_queries, heads, dim = query.shape
@@ -329,10 +350,18 @@ def attention(
     scores = _as_float32(xp, (grouped * scale) @ keys)  # [kv, group, n, L]
     if softcap:
         scores = xp.tanh(scores / softcap) * softcap
+    if slopes is not None:
+        falls = np.minimum(np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None], 0)
+        steps = xp.asarray(falls.astype(np.float32))
+        scores = scores + xp.reshape(slopes, (kv_heads, heads // kv_heads, 1, 1)) * steps
     if bias is not None:
         biases = bias[:, _beside(query, _bias_columns(num_queries, length, bias.shape[-1]))]
         scores = scores + xp.reshape(biases, (kv_heads, heads // kv_heads, num_queries, length))
-    mask = _beside(query, attention_mask(num_queries, length, window, bidirectional))
+    if bidirectional:
+        mask = both_ways_mask(num_queries, length, window)
+    else:
+        mask = causal_mask(num_queries, length, window, in_chunks, causal)
+    mask = _beside(query, mask)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
     if sinks is not None:
         columns = xp.reshape(sinks, (kv_heads, heads // kv_heads, 1, 1))
@@ -344,13 +373,22 @@ def attention(
     return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
 
 
-def attention_mask(num_queries: int, length: int, window: int | None, bidirectional: bool = False) -> np.ndarray:
+def causal_mask(
+    num_queries: int, length: int, window: int | None, in_chunks: bool = False, causal: bool = True
+) -> np.ndarray:
     """bool[num_queries, length]: True where a query attends to a key."""
-    distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
-    if bidirectional:
-        return np.asarray(np.abs(distance) < (length if window is None else window))
-    visible = distance >= 0
+    positions, keys = np.arange(length - num_queries, length)[:, None], np.arange(length)[None, :]
+    distance = positions - keys
+    visible = distance >= 0 if causal else np.ones(distance.shape, np.bool_)
+    if window is not None and in_chunks:
+        return visible & (keys >= positions - positions % window)
     return visible if window is None else visible & (distance < window)
+
+
+def both_ways_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
+    """bool[num_queries, length]: True where a query of a bidirectional network attends to a key."""
+    distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
+    return np.asarray(np.abs(distance) < (length if window is None else window))
 
 
 def _bias_columns(num_queries: int, length: int, columns: int) -> np.ndarray:
@@ -367,20 +405,6 @@ def _beside(x: Array, array: np.ndarray) -> Array:
 def sigmoid(xp: Any, x: Array) -> Array:
     """1 / (1 + exp(−x)) without overflow."""
     return 0.5 * (1.0 + xp.tanh(0.5 * x))
-
-
-def erf(xp: Any, x: Array) -> Array:
-    """The error function; numpy has none, so a Chebyshev fit of its complement (error < 1.2e-7)."""
-    if not isinstance(x, np.ndarray):
-        import torch
-
-        return torch.erf(x)
-    t = 1.0 / (1.0 + 0.5 * np.abs(x.astype(np.float64)))
-    coefficients = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806,
-                    0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)  # fmt: skip
-    polynomial = np.polyval(coefficients[::-1], t)
-    tail = t * np.exp(-(x.astype(np.float64) ** 2) + polynomial)
-    return np.where(x >= 0, 1.0 - tail, tail - 1.0).astype(x.dtype)
 
 
 def _held(weight: Any) -> Any:

@@ -25,6 +25,7 @@ def scale_by_position(
         return query
     if positions is None:
         positions = _query_positions(segment, query.shape[0], query.device)
+    positions = positions + shape.temperature_start
     factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
     return (query * factors[:, None, None]).to(query.dtype)
 
@@ -54,27 +55,47 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
 def attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
     """Attention of the sequences of a segment over their own fresh keys and values."""
     if are_equally_long(segment):
-        return attend_equal(own, shape, segment.num_sequences)
+        return attend_equal(own, shape, segment.num_sequences, segment.causal)
     starts = segment.query_starts.tolist()
-    return torch.cat([attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+    parts = (Heads(*(h[a:b] for h in own)) for a, b in pairwise(starts))
+    return torch.cat([attend_equal(part, shape, 1, segment.causal) for part in parts])
 
 
-def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
+def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal: bool = True) -> torch.Tensor:
     """Attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
-    distance, mask = None, None
-    if shape.bidirectional or shape.bias is not None or (shape.window is not None and shape.window < length):
-        distance = torch.arange(length, device=query.device)
-        distance = distance[:, None] - distance[None, :]
-        mask = _visible(distance, shape)
-    return _attend_masked(query, key, value, mask, shape, distance)
+    mask = None
+    positions = torch.arange(length, device=query.device)[None]
+    is_plain = causal and not shape.bidirectional and shape.slopes is None and shape.bias is None
+    if not is_plain or (shape.window is not None and shape.window < length):
+        mask = _visible(positions, positions[0], shape, causal)
+    return _attend_masked(query, key, value, mask, shape, _biases(positions, positions[0], shape))
 
 
-def _visible(distance: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """Whether queries see keys, by the position of the query minus that of the key."""
-    apart = distance.abs() if shape.bidirectional else distance
-    return apart >= 0 if shape.window is None else (apart >= 0) & (apart < shape.window)
+def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape, causal: bool) -> torch.Tensor:
+    """bool[s, 1, n, L]: the keys that queries at [s, n] see."""
+    distance = positions[:, None, :, None] - keys
+    if shape.bidirectional:
+        return distance.abs() < (keys.shape[0] if shape.window is None else shape.window)
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if shape.window is None:
+        return visible
+    if shape.in_chunks:
+        return visible & (keys >= (positions - positions % shape.window)[:, None, :, None])
+    return visible & (distance < shape.window)
+
+
+def _biases(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:
+    """Biases of scores by distance, [s, heads, n, L]; None: none."""
+    if shape.bias is not None:
+        reach = shape.bias.shape[1] // 2
+        columns = (keys - positions[:, :, None] + reach).clamp(0, 2 * reach)
+        return torch.as_tensor(shape.bias, device=keys.device).float()[:, columns].transpose(0, 1)
+    if shape.slopes is None:
+        return None
+    slopes = torch.as_tensor(shape.slopes, device=keys.device).float().view(1, -1, 1, 1)
+    return slopes * (keys - positions[:, None, :, None]).clamp(max=0)
 
 
 def _attend_masked(
@@ -83,10 +104,10 @@ def _attend_masked(
     value: torch.Tensor,
     mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
     shape: AttentionShape,
-    distance: torch.Tensor | None = None,  # positions of queries minus those of keys, where a bias needs them
+    biases: torch.Tensor | None = None,  # of scores, [s, heads, n, L]
 ) -> torch.Tensor:
     """[s * n, heads * dim]"""
-    if not shape.softcap and shape.sinks is None and shape.bias is None:
+    if not shape.softcap and shape.sinks is None and biases is None:
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -104,10 +125,7 @@ def _attend_masked(
     scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
     if shape.softcap:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
-    if shape.bias is not None and distance is not None:
-        reach = shape.bias.shape[1] // 2
-        biases = shape.bias[:, (reach - distance).clamp(0, 2 * reach)]  # [heads, (s,) n, L]
-        scores = scores + (biases if distance.dim() == 2 else biases.transpose(0, 1))
+    scores = scores if biases is None else scores + biases
     scores = scores.masked_fill(~mask, float("-inf"))
     if shape.sinks is not None:  # a column without a value
         columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -158,9 +176,8 @@ def _attend_paged(
 
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
-    distance = positions[:, :, None] - slots[None, None, :]
-    visible = _visible(distance, shape)
-    if shape.bidirectional:
-        visible = visible & used[:, :, :, 0]
+    visible, biases = _visible(positions, slots, shape, segment.causal), _biases(positions, slots, shape)
+    if not segment.causal or shape.bidirectional:
+        visible = visible & (slots < lens[:, None])[:, None, None, :]
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
-    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape, distance)
+    return _attend_masked(queries.transpose(1, 2), keys, values, visible, shape, biases)

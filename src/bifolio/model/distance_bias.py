@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from bifolio.config import ModelConfig
+from bifolio.model.rope_frequencies import alibi_slopes
 
 FARTHEST = 128  # distances from here on share the last bucket
 
@@ -19,17 +20,7 @@ FARTHEST = 128  # distances from here on share the last bucket
 def alibi(num_heads: int, reach: int) -> np.ndarray:
     """The biases of ALiBi in both directions."""
     distances = np.abs(np.arange(-reach, reach + 1, dtype=np.float32))
-    return (-alibi_slopes(num_heads)[:, None] * distances).astype(np.float32)
-
-
-def alibi_slopes(num_heads: int) -> np.ndarray:
-    """f32[heads]: a geometric row, with every second slope of the next longer row where heads are no power of two."""
-    nearest = 1 << (num_heads.bit_length() - 1)
-    base = 2.0 ** (-8.0 / nearest)
-    slopes = [base ** (i + 1) for i in range(nearest)]
-    finer = 2.0 ** (-4.0 / nearest)
-    slopes += [finer ** (2 * i + 1) for i in range(num_heads - nearest)]
-    return np.array(slopes, np.float32)
+    return (-alibi_slopes(num_heads, 8.0)[:, None] * distances).astype(np.float32)
 
 
 def bucketed(table: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from bifolio.model.fetch import Fetch, FetchVector
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
+from bifolio.model.vision.tower import Tower
 from bifolio.quant.formats import Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -47,6 +48,7 @@ class ModelFile:
     names: TensorNames
     source: TensorSource
     factors: Callable[[str], Factors | None] = lambda name: None  # of a matrix's rows, put into it at load
+    tower: Callable[[], Tower | None] = lambda: None  # of a model that reads images
     pooler: Callable[[Fetch, FetchVector], PoolerWeights | None] = lambda fetch, vector: None
 
     def views(self) -> list[QuantizedTensor]:
@@ -64,8 +66,10 @@ class ModelFile:
             text.generation_config,
             text.chat_template,
             text.special_tokens,
+            text.vision,
             text.pooling,
             weights=replace(weights, pooler=self.pooler(self.matrix, self.vector)),
+            tower=self.tower(),
         )
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:

@@ -1,4 +1,4 @@
-"""The frequencies of rotary position embeddings, with their extensions to longer contexts."""
+"""Constants of positions: the frequencies of rope, and the slopes of linear biases."""
 
 from __future__ import annotations
 
@@ -55,3 +55,11 @@ def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
     low, high = max(first, 0), min(last, rope.rotary_dim - 1)
     ramp = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
     return np.asarray(frequencies / rope.factor * ramp + frequencies * (1 - ramp), dtype=np.float32)
+
+
+def alibi_slopes(num_heads: int, largest: float) -> np.ndarray:
+    """f32[num_heads]: powers of one base for the first heads, up to a power of 2, and those between them for others."""
+    whole = 1 << (num_heads.bit_length() - 1)
+    first = 2.0 ** (-largest / whole * np.arange(1, whole + 1))
+    others = 2.0 ** (-largest / (2 * whole) * np.arange(1, 2 * (num_heads - whole) + 1, 2))
+    return np.concatenate([first, others]).astype(np.float32)

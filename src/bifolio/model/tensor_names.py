@@ -14,7 +14,8 @@ from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, Linear, Norm, Router
 from bifolio.model.distance_bias import distance_bias
 from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
-from bifolio.model.latent_tensors import GGUF_LATENT, HF_LATENT, LatentNames, assemble_latent
+from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
+from bifolio.model.latent_tensors import assemble_latent
 from bifolio.model.norm_tensors import stored_norm
 from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
 from bifolio.model.stream_tensors import (
@@ -33,6 +34,7 @@ from bifolio.model.weights import (
     attention_shape,
     inverse_frequencies,
 )
+from bifolio.model.xielu import read_xielu
 from bifolio.quant.tensor import QuantizedTensor
 
 
@@ -54,6 +56,7 @@ class TensorNames:
     types: str = ""
     embedding_norm: str = ""
     distance_bias: str = ""
+    xielu: tuple[str, str] = ("", "")  # with their suffixes
     query_norm: str = ""
     key_norm: str = ""
     post_attention_norm: str = ""
@@ -238,14 +241,17 @@ def _layer(
         return _on_residual(config, stored_norm(config, prefix + name, d, vector))
 
     def head_norm(name: str, heads: int, wanted: bool) -> Norm | None:
+        if config.qk_norm_rotated:
+            return Norm(np.ones(dim, np.float32), None, config.norm_eps) if wanted and is_rotated else None
         size = dim * (heads if config.qk_norm_all_heads else 1)
         return stored_norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and wanted else None
 
     own_layer = config.layers[index]
+    is_rotated = own_layer.rope is not None
     attends = own_layer.attention
     recurrent = None if own is None else assemble_recurrence(config, own, index, prefix, fetch, vector)
     mixes, has_mlp = attends or recurrent is not None, own_layer.mlp
-    is_normed = config.embedding_norm and config.pre_norms and index == 0  # by the norm of the embeddings
+    is_normed = config.bidirectional and config.embedding_norm and config.pre_norms and index == 0
     attention_norm = None if is_normed else residual_norm(names.attention_norm, mixes)
     ends_network = config.residual_norms and index == config.num_layers - 1  # its last norm is that of the network
     up, down = _mlp(config, names, index, linear)
@@ -274,6 +280,7 @@ def _layer(
         gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
         kv_is_shared=any(layer.kv_source == index for layer in config.layers),
         cutoff=own_layer.cutoff,
+        xielu=read_xielu(names.xielu, prefix, vector) if config.activation == "xielu" and has_mlp else None,
         scale=float(vector(prefix + names.layer_scale, (1,))[0]) if config.layer_scales else 1.0,
         inputs=assemble_gated_inputs(config, names.layer_inputs, index, prefix, fetch, vector),
         streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
@@ -341,6 +348,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             top_groups=moe.top_groups,
             group_best=moe.group_best,
             expert_scales=vector(prefix + names.expert_scales, (count,)) if moe.beside_mlp else None,
+            band=moe.band,
         ),
         experts=Experts(
             of_experts(names.expert_up, width, d),
@@ -349,6 +357,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             config.gated_mlp,
         ),
         shared_gate=gate,
+        scales_inputs=moe.scales_inputs,
         router_norm=router_norm,
         input_norm=norm(names.expert_norm),
         output_norm=norm(names.post_expert_norm),

@@ -29,7 +29,7 @@ from bifolio.kernels.interface import (
     SharedMlp,
 )
 from bifolio.model.pooler_weights import PoolerWeights
-from bifolio.model.rope_frequencies import inverse_frequencies
+from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -59,6 +59,7 @@ class MoeWeights:
     experts: Experts
     shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
     shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
+    scales_inputs: bool = False  # weights multiply the inputs of the experts
     # Experts beside the MLP of the layer read the residual stream through norms of their own.
     router_norm: Norm | None = None
     input_norm: Norm | None = None
@@ -102,12 +103,27 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveWeights:
+    """The parameters of a selective recurrence that depend on the token, from its convolution."""
+
+    parameters: Linear  # [rank + 2 * key_size, channels]  dt, b and c
+    step: Linear  # [channels, rank]
+    norms: tuple[Norm, Norm, Norm] | None  # of dt, b and c
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """A recurrence between its two projections."""
 
     input: Linear  # [recurrence.in_features, d]
     recurrence: Recurrence
     output: Linear  # [d, recurrence.out_features]
+    selective: SelectiveWeights | None = None
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        own = self.selective
+        linears = [self.input, self.output, *([] if own is None else [own.parameters, own.step])]
+        return [part for linear in linears for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +146,7 @@ class LayerWeights:
     gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
     norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
     kv_is_shared: bool = False  # later layers read the keys and values of this one
+    xielu: tuple[float, float] | None = None  # logarithms of the coefficients of the activation xIELU
     cutoff: float | None = None  # gates of the MLP so many deviations above their mean are kept; None: all
     scale: float = 1.0  # of the residual stream behind the layer
     inputs: GatedInputWeights | None = None
@@ -183,7 +200,7 @@ class ModelWeights:
             if layer.gate is not None:
                 found += layer.gate.parts
             if layer.recurrent is not None:
-                found += [*layer.recurrent.input.parts, *layer.recurrent.output.parts]
+                found += layer.recurrent.matrices()
             if layer.moe is not None:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
             found += [] if layer.inputs is None else layer.inputs.matrices()
@@ -206,6 +223,7 @@ def attention_shape(
     sinks: Array | None = None,
     bias: Array | None = None,
 ) -> AttentionShape:
+    is_rotated = bool(config.ropes) and config.layers[layer].rope is not None
     return AttentionShape(
         layer=_cached_layer(config, layer),
         num_heads=config.num_heads,
@@ -221,8 +239,11 @@ def attention_shape(
         bias=bias,
         norm_after_rope=config.qk_norm_after_rope,
         softcap=config.attention_softcap,
-        temperature=config.attention_temperature,
+        temperature=0.0 if config.temperature_unrotated and is_rotated else config.attention_temperature,
         temperature_period=config.temperature_period,
+        temperature_start=int(config.temperature_unrotated),
+        in_chunks=config.window_in_chunks and config.layers[layer].window is not None,
+        slopes=alibi_slopes(config.num_heads, config.alibi) if config.alibi else None,
         value_norm=_value_norm(config, layer),
         queries_only=config.kv_source(layer) != layer,
     )
@@ -294,6 +315,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
             value_norm=norm(layer.shape.value_norm),
             sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
             bias=None if layer.shape.bias is None else kernels.from_host(layer.shape.bias),
+            slopes=None if layer.shape.slopes is None else kernels.from_host(layer.shape.slopes),
         ),
         attention_norm=norm(layer.attention_norm),
         qkv=linear(layer.qkv),
@@ -315,7 +337,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
 def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
     """The layer with its shared MLP as one more expert, where both are alike and the kernel set computes them so."""
     moe = layer.moe
-    if moe is None or not layer.up.parts or layer.cutoff is not None:
+    if moe is None or not layer.up.parts or layer.cutoff is not None or moe.scales_inputs:
         return layer
     norms = (moe.router_norm, moe.input_norm, moe.output_norm, moe.mlp_output_norm)
     shards = (moe.shards, layer.up.shards, layer.down.shards)
@@ -362,7 +384,14 @@ def _prepared_latent(latent: LatentWeights, kernels: KernelSet) -> LatentWeights
 
 
 def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> RecurrentWeights:
+    own = recurrent.selective
+    if own is not None:
+        norms = own.norms
+        if norms is not None:
+            norms = kernels.prepare_norm(norms[0]), kernels.prepare_norm(norms[1]), kernels.prepare_norm(norms[2])
+        own = SelectiveWeights(kernels.prepare_linear(own.parameters), kernels.prepare_linear(own.step), norms)
     return RecurrentWeights(
+        selective=own,
         input=kernels.prepare_linear(recurrent.input),
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),
         output=kernels.prepare_linear(recurrent.output),

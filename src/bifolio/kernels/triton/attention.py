@@ -44,6 +44,11 @@ from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new
 from bifolio.kernels.triton.tiles import prefill_tile
 
 
+def is_composed(shape: AttentionShape) -> bool:
+    """Whether no kernel computes the layer: it is composed of torch operations, outside of CUDA graphs."""
+    return shape.slopes is not None or shape.in_chunks
+
+
 @dataclass(slots=True)
 class StagedSegment:
     """The device arrays of a segment; created once per pass, used by every layer."""
@@ -121,6 +126,8 @@ class Attention:
         out: torch.Tensor | None = None,  # output of our own kernels
     ) -> torch.Tensor:
         segment = staged.segment
+        if not segment.causal:
+            raise PhaseError("these kernels attend causally: run tokens that see those after them on the CPU")
         if shape.bias is not None:
             return attend_biased(heads, shape, segment, storage)
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):

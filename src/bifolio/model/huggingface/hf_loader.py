@@ -21,6 +21,9 @@ from bifolio.model.huggingface.sentence_folder import read_pooling, without_lang
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile, TensorSource
+from bifolio.model.vision.families import vision_of
+from bifolio.model.vision.tensors import TowerTensors
+from bifolio.model.vision.tower import Vision
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -39,6 +42,7 @@ def open_folder(folder: Path) -> ModelFile:
     tensors = folder_tensors(folder, raw)
     config = without_language_head(config, raw)
     pooling = read_pooling(folder, raw, config)
+    towers = TowerTensors(tensors)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
         path=folder,
@@ -48,12 +52,14 @@ def open_folder(folder: Path) -> ModelFile:
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
         pooling=pooling.config,
+        vision=_vision(folder, raw) if towers.has_tower else None,
     )
     family = family_of(config)
     source: TensorSource = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
     factors = partial(family.folder_factors, config)
+    tower = (lambda: None) if text.vision is None else partial(text.vision.load, towers)
     source = family.folder_source(source, config)
-    return ModelFile(text, family.hf_names, source, factors, partial(pooling.weights, config, family))
+    return ModelFile(text, family.hf_names, source, factors, tower, partial(pooling.weights, config, family))
 
 
 def folder_tensors(folder: Path, config: Mapping[str, Any] | None = None) -> FolderMap:
@@ -142,6 +148,17 @@ def _tokenizer_source(folder: Path) -> Callable[[], Tokenizer] | None:
         return None
     path = folder / "tokenizer_config.json"
     return partial(read_tokenizer, folder / "tokenizer.model", read_json(path) if path.is_file() else {})
+
+
+def _vision(folder: Path, raw: Mapping[str, Any]) -> Vision | None:
+    """How the model takes images, from config.json and the file of its processor."""
+    path = folder / "preprocessor_config.json"
+    fields = read_json(path) if path.is_file() else {}
+    if not fields and (folder / "processor_config.json").is_file():
+        path = folder / "processor_config.json"
+        inner = read_json(path).get("image_processor")
+        fields = inner if isinstance(inner, dict) else {}
+    return vision_of(JsonObject(raw, folder / "config.json"), fields, path)
 
 
 def _chat_template(folder: Path) -> str | None:

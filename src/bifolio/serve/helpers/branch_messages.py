@@ -10,6 +10,8 @@ import msgspec
 from bifolio.api.messages import (
     Abort,
     Beat,
+    BranchCall,
+    BranchReply,
     Embed,
     Embedding,
     Hello,
@@ -58,8 +60,10 @@ class Scraped(msgspec.Struct, tag="scraped"):
     body: bytes
 
 
-FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Samples | Scrape
-ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | Beat | Lost | Drain | Scraped
+FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Samples | Scrape
+ToBranch = (
+    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Beat | Lost | Drain | Scraped
+)  # fmt: skip
 
 from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
 to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)

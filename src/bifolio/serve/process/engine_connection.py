@@ -161,7 +161,7 @@ class EngineConnection:
                 self._take_update(update)
         elif isinstance(message, m.Refused):
             self._take_refusal(message)
-        elif isinstance(message, m.Embedding | m.Picture | m.Recalled):
+        elif isinstance(message, m.Embedding | m.Picture | m.Recalled | m.BranchReply):
             self._answer(message.id, message)
         elif isinstance(message, m.Beat):
             self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
@@ -234,6 +234,12 @@ class EngineConnection:
         request_id = self.new_id()
         found: m.Recalled = await self._ask(request_id, m.Recall(request_id, name, owner, drops))
         return found
+
+    async def branch(self, call: m.BranchCall) -> m.BranchReply:
+        """Run a verb on a branch; its id is set here."""
+        call = msgspec.structs.replace(call, id=self.new_id())
+        reply: m.BranchReply = await self._ask(call.id, call)
+        return reply
 
     async def _ask(self, request_id: str, message: msgspec.Struct) -> Any:
         link = self._ready_link()

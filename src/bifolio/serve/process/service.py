@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
-from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
@@ -33,6 +32,8 @@ from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
+from bifolio.serve.process.pieces import ended, final_pieces, is_chosen_late, packed, without_text
+from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
@@ -55,6 +56,7 @@ class _Live:
     sent_first: bool = False
     owner: str = ""  # name of its tenant
     is_over: bool = False  # the last update was sent
+    wants_receipt: bool = False
 
 
 @dataclass(slots=True)
@@ -72,12 +74,14 @@ class EngineService:
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
+    _branches: BranchTable = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _pace: UpdatePace = field(init=False)
 
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
+        self._branches = BranchTable(self.llm.branches, self.send)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
 
@@ -85,6 +89,7 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.close()
+        self.llm.engine.close_tiers()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
@@ -112,8 +117,10 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_fetched = self.transfer is not None and self.transfer.fetch(message, self._begin)
-            if not is_fetched:
+            is_fetched = self.transfer is not None and not message.branch and self.transfer.fetch(message, self._begin)
+            if not is_fetched and message.wants_receipt and "identity" not in vars(self.llm):
+                threading.Thread(target=self._identify_first, args=(message,), daemon=True).start()
+            elif not is_fetched:
                 self._begin(message)
         elif isinstance(message, m.Abort):
             if self.transfer is not None:
@@ -125,10 +132,17 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(engine, message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.BranchCall):
+            self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):
             self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _identify_first(self, message: m.Start) -> None:
+        """Digest the model beside the engine, which the first receipt needs: it reads all weights."""
+        _ = self.llm.identity
+        self._begin(message)
 
     def _begin(self, message: m.Start) -> None:
         if message.grammar is not None:
@@ -155,8 +169,8 @@ class EngineService:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
         now = asdict(self.llm.engine.stats())
-        sharing, states = now.pop("sharing"), now.pop("states")
-        stats = {name: float(value) for name, value in (now | sharing | states).items()}
+        nested = now.pop("sharing") | now.pop("states") | now.pop("tiers")
+        stats = {name: float(value) for name, value in (now | nested).items()}
         stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:
@@ -196,7 +210,9 @@ class EngineService:
             self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))
 
     def expire_grammars(self) -> None:
-        """From any thread, now and then: refuse the requests whose grammar takes too long."""
+        """From any thread, now and then: refuse the requests whose grammar takes too long, and close old branches."""
+        if len(self._branches):
+            self.thread.post(lambda engine: self._branches.expire())
         now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
         for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
             self.thread.post(partial(self._refuse_late, request_id, error))
@@ -224,17 +240,23 @@ class EngineService:
         try:
             if message.is_beam_search:
                 request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
+            elif message.branch:
+                request = self._branches.start(engine, message, SamplingParams(**values), options)
             else:
-                request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
+                own = SamplingParams(**values)
+                request = add_or_fork(engine, message, own if message.wants_receipt else without_text(own), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
-        count, is_chosen_late = len(request.sequences), _is_chosen_late(request)
-        only_at_the_end = message.final_only or (is_chosen_late and not message.wants_steps)
+        count, chosen_late = len(request.sequences), is_chosen_late(request)
+        only_at_the_end = message.final_only or (chosen_late and not message.wants_steps)
         if message.wants_steps:
             request.steps = []
         self._unstarted.add(message.id)
-        live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
+        live = _Live(
+            request, [request.num_given] * count, [False] * count, chosen_late, only_at_the_end, owner=message.owner
+        )
+        live.wants_receipt = message.wants_receipt
         self._live[message.id] = live
 
     def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
@@ -286,6 +308,10 @@ class EngineService:
     def _after_step(self, results: list[StepResult]) -> None:
         """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
         urgent: list[_Live] = []
+        if self._branches.is_waiting:
+            for result in results:
+                if result.finished:
+                    self._branches.ended(result.request_id)
         if self._unstarted:
             for request_id in self._unstarted.intersection([result.request_id for result in results]):
                 live = self._live[request_id]
@@ -331,7 +357,8 @@ class EngineService:
             if request.prompt_scores is not None:
                 update.prompt_scores = request.prompt_scores.packed()
         if is_finished:
-            update.ended = _ended(request)
+            is_wanted = live.wants_receipt and request.error is None
+            update.ended = ended(request, self.llm.receipt(request) if is_wanted else None)
             live.is_over = True
             self._forget(request.request_id)
         return update
@@ -339,13 +366,13 @@ class EngineService:
     def _pieces(self, live: _Live, is_finished: bool) -> list[m.NewTokens]:
         request = live.request
         if live.is_chosen_late:
-            return _final_pieces(request) if is_finished else []
+            return final_pieces(request) if is_finished else []
         pieces = []
         for number, sequence in enumerate(request.sequences):
             sent, tokens, reason = live.sent_tokens[number], sequence.output_token_ids, sequence.finish_reason
             if live.ended[number] or (len(tokens) == sent and reason is None):
                 continue
-            piece = m.NewTokens(sequence.index, _packed(tokens[sent:]))
+            piece = m.NewTokens(sequence.index, packed(tokens[sent:]))
             if request.wants_logprobs:
                 piece.scores = sequence.logprobs.packed(sent)
             if reason is not None:
@@ -354,48 +381,3 @@ class EngineService:
             pieces.append(piece)
             live.sent_tokens[number] = len(tokens)
         return pieces
-
-
-def _packed(token_ids: list[int]) -> bytes:
-    return array("i", token_ids).tobytes()
-
-
-def _is_chosen_late(request: Request) -> bool:
-    """Whether the completions that are returned, and their order, are decided at the end."""
-    return request.params.num_sequences > request.params.n or request.search is not None
-
-
-def _without_text(params: SamplingParams) -> SamplingParams:
-    """The parameters of a request whose text the front end reads; those of one that is chosen at the end stay."""
-    if params.num_sequences > params.n:
-        return params
-    return replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
-
-
-def _final_pieces(request: Request) -> list[m.NewTokens]:
-    return [
-        m.NewTokens(
-            index,
-            _packed(sequence.output_token_ids),
-            sequence.logprobs.packed() if request.params.logprobs is not None else None,
-            None if sequence.finish_reason is None else sequence.finish_reason.value,
-            sequence.stop_reason,
-            sequence.text,
-            sequence.cumulative_logprob,
-            sequence.score,
-        )
-        for index, sequence in enumerate(returned_sequences(request))
-    ]
-
-
-def _ended(request: Request) -> m.Ended:
-    metrics = request.metrics
-    return m.Ended(
-        metrics.queue_time,
-        metrics.prefill_time,
-        metrics.decode_time,
-        metrics.num_cached_tokens,
-        metrics.num_preemptions,
-        request.error,
-        request.fault,
-    )

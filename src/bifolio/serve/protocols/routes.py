@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import anthropic, embeddings, llama_cpp, ollama, openai_responses, scores
+from bifolio.serve.protocols import anthropic, branches, embeddings, llama_cpp, ollama, openai_responses, scores
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
@@ -10,6 +10,7 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *scores.ROUTES,
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
+    *branches.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
 )
