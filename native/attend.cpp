@@ -24,17 +24,19 @@ class Attention {
     const AttentionUnit& unit = plan_.units[size_t(index)];
     const int64_t dim = shape_.head_dim, count = unit.count * group_;
     const size_t row_floats = size_t(kMaxRows * (dim + padded_ * 2 + 5));
-    uint8_t* memory = scratch.bytes(row_floats * 4 + size_t(kMaxRows) * 16 + attention_scratch_bytes(dim) + 256);
+    uint8_t* memory = scratch.bytes(row_floats * 4 + size_t(kMaxRows) * 32 + attention_scratch_bytes(dim) + 256);
     auto* begin = reinterpret_cast<int64_t*>(memory);
-    int64_t* end = begin + kMaxRows;
-    auto* kernel_scratch = reinterpret_cast<uint8_t*>(end + kMaxRows);
+    int64_t *end = begin + kMaxRows, *position = end + kMaxRows;
+    auto* bias = reinterpret_cast<const float**>(position + kMaxRows);
+    auto* kernel_scratch = reinterpret_cast<uint8_t*>(bias + kMaxRows);
     auto* query = reinterpret_cast<float*>(kernel_scratch + attention_scratch_bytes(dim));
     float* mixed = query + kMaxRows * dim;
     float* merged = mixed + kMaxRows * padded_;
     float *maximum = merged + kMaxRows * padded_, *total = maximum + kMaxRows, *M = total + kMaxRows, *L = M + kMaxRows, *slopes = L + kMaxRows;
     gather_rows(unit, query, begin, end, slopes);
-    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap,
-                             shape_.slopes ? slopes : nullptr};
+    if (shape_.bias) gather_biases(unit, position, bias);
+    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap, shape_.slopes ? slopes : nullptr,
+                             shape_.bias ? bias : nullptr, position, shape_.reach};
     if (unit.span >= 0) {
       attend_span(unit, unit.span, rows, kernel_scratch);
       store_partials(unit, rows);
@@ -77,7 +79,7 @@ class Attention {
     float* merged = states + 2;  // of the first span, which is merged first
     bool started = false;
     const Query& which = queries_[size_t(query)];
-    for (int64_t span = window_begin(shape_, which.position) / kSpan; span * kSpan < which.end; ++span) {
+    for (int64_t span = window_begin(shape_, which.position) / kSpan; span * kSpan < window_end(shape_, which); ++span) {
       float* state = states + span * partial_state(shape_);
       if (state[1] == 0.0f) continue;
       if (!started) {
@@ -106,9 +108,16 @@ class Attention {
     each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
       const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(shape_, which.position);
-      end[r] = which.end;
+      end[r] = window_end(shape_, which);
       slopes[r] = shape_.slopes ? shape_.slopes[head] : 0.0f;
       scale_row(qkv_.row(which.token) + head * dim, shape_.scale_at(which.position), dim, query + r * dim);
+    });
+  }
+
+  void gather_biases(const AttentionUnit& unit, int64_t* position, const float** bias) const {
+    each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
+      position[r] = queries_[size_t(index)].position;
+      bias[r] = shape_.bias + head * (2 * shape_.reach + 1) + shape_.reach;
     });
   }
 
@@ -129,7 +138,8 @@ class Attention {
       const int64_t row = i * group_;
       const AttentionRows part{(next - i) * group_, rows.query + row * shape_.head_dim, rows.begin + row, rows.end + row,
                                rows.maximum + row, rows.total + row, rows.mixed + row * padded_, rows.softcap,
-                               rows.slopes ? rows.slopes + row : nullptr};
+                               rows.slopes ? rows.slopes + row : nullptr, rows.bias ? rows.bias + row : nullptr,
+                               rows.position + row, rows.reach};
       if (unit.kv_head == 0) count_shared(queries + i, queries + next, begin, shared, part);
       kernels().attend_part(kv_, unit.kv_head, queries[i].table, begin, shared, part, scratch);
       if (shared < end) attend_between(unit, i, next, shared, end, rows, scratch);
@@ -204,7 +214,7 @@ std::vector<Query> order_queries(Phase phase, const std::vector<Segment>& segmen
     int64_t shared = share && i > 0 ? c.shared_blocks(contexts[i - 1]) * block_size : 0;
     const int64_t length = c.first_position + c.num_queries;
     for (int64_t q = 0; q < c.num_queries; ++q, shared = INT64_MAX)
-      queries.push_back({c.first_token + q, c.first_position + q, c.causal ? c.first_position + q + 1 : length, c.table, shared});
+      queries.push_back({c.first_token + q, c.first_position + q, c.causal ? c.first_position + q + 1 : length, c.table, shared, length});
   }
   return queries;
 }

@@ -41,6 +41,12 @@ inline int64_t window_begin(const AttentionConstants& shape, int64_t position) {
   return shape.window && position >= shape.window ? position + 1 - shape.window : 0;
 }
 
+// One past the last position that a query sees.
+inline int64_t window_end(const AttentionConstants& shape, const Query& query) {
+  if (!shape.bidirectional) return query.end;
+  return shape.window && query.position + shape.window < query.length ? query.position + shape.window : query.length;
+}
+
 // Floats of the partial state of a (query, head, span): maximum, total, and the mixed values.
 inline int64_t partial_state(const AttentionConstants& shape) { return round_up(shape.head_dim, 16) + 2; }
 

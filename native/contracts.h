@@ -213,6 +213,9 @@ struct AttentionRows {
   float* mixed;          // [count][padded head_dim]
   float softcap = 0.0f;  // scores become softcap * tanh(score / softcap); 0: off
   const float* slopes = nullptr;  // [count] scores grow by slope * (position - position of the query); null: they do not
+  const float* const* bias = nullptr;  // [count] of distance 0, in a table from -reach to reach that is added to scores; null: none
+  const int64_t* position = nullptr;   // [count] from which distances are counted
+  int64_t reach = 0;                   // larger distances have the bias of this one
 
   void clear(int64_t padded) const {
     for (int64_t r = 0; r < count; ++r) maximum[r] = -INFINITY, total[r] = 0.0f;

@@ -194,7 +194,21 @@ void bind_classes(nb::module_& m) {
         require_length("sinks", sinks, self.num_heads);
         copy.sinks = sinks.data();
         return copy;
-      }, array("sinks"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>());
+      }, array("sinks"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>())
+      .def("both_ways", [](const AttentionConstants& self) {
+        AttentionConstants copy = self;
+        copy.bidirectional = true;
+        return copy;
+      }, nb::keep_alive<0, 1>())
+      .def("with_bias", [](const AttentionConstants& self, nb::handle bias_array) {
+        AttentionConstants copy = self;
+        const Input bias = array_of<const float, 2>("bias", bias_array);
+        require(rows_in(bias) == self.num_heads, "bias has ", rows_in(bias), " rows and must have ", self.num_heads, ", one for each head");
+        require(width_of(bias) % 2 == 1, "bias has rows of ", width_of(bias), " elements and must have an odd number, for distances of both signs");
+        copy.bias = bias.data();
+        copy.reach = width_of(bias) / 2;
+        return copy;
+      }, array("bias"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>());
 }
 
 }  // namespace bifolio

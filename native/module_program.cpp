@@ -83,6 +83,16 @@ void set_arrays(const ProgramHolder& self, BatchArrays& batch) {
   }
 }
 
+// Positions, and the types of tokens with them where the program reads types.
+void set_positions(const ProgramHolder& self, BatchArrays& batch) {
+  const bool are_typed = self.type_rows < INT64_MAX;
+  const int64_t limit = are_typed ? std::min<int64_t>(INT32_MAX, self.type_rows * kLongRope) : self.position_rows;
+  batch.set_tokens("positions", batch.positions, batch.step.positions, limit < INT64_MAX, limit, "the positions of the model");
+  for (int64_t i = 0; are_typed && i < batch.step.num_tokens; ++i)
+    require(batch.step.positions[i] % kLongRope < self.position_rows, "positions[", i, "] is ", batch.step.positions[i] % kLongRope,
+            " and must be below ", self.position_rows, ", the positions of the model");
+}
+
 void set_cache(const ProgramHolder& self, BatchArrays& batch, const CacheHolder* cache, const nb::list& segments, bool share) {
   require(cache || !self.attends, "cache is None and must be given: the program attends");
   require(cache || !batch.slots.is_valid(), "slots is for batches with a cache and must be None");
@@ -117,8 +127,7 @@ std::vector<double> run(ProgramHolder& self, const CacheHolder* cache, nb::handl
   set_rows(self, batch, given, results);
   step.num_tokens = step.num_logit_rows = count_tokens(batch);
   batch.set_tokens("ids", batch.ids, step.token_ids, self.vocab_rows < INT64_MAX, self.vocab_rows, "the vocabulary");
-  batch.set_tokens("positions", batch.positions, step.positions, self.position_rows < INT64_MAX, self.position_rows,
-                   "the positions of the model");
+  set_positions(self, batch);
   if (!logit_rows.is_none()) {
     batch.logit_rows = ints("logit_rows", logit_rows);
     require_elements("logit_rows", batch.logit_rows.data(), batch.logit_rows.shape(0), step.num_tokens, "the batch");

@@ -9,10 +9,12 @@ namespace bifolio {
 using Register = Program::Register;
 using Call = Program::Call;
 
+constexpr int32_t kLongRope = 1 << 28;  // LONG_ROPE of bifolio/long_rope.py
+
 struct ProgramHolder {
   Program program;
   nb::list keep;  // the objects that the operations point into
-  int64_t vocab_rows = INT64_MAX, position_rows = INT64_MAX;  // of the smallest tables of each kind; INT64_MAX: they are not read
+  int64_t vocab_rows = INT64_MAX, position_rows = INT64_MAX, type_rows = INT64_MAX;  // of the smallest tables of each kind; INT64_MAX: they are not read
   bool writes_cache = false, attends = false;
   std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
   std::vector<std::pair<int64_t, const RecurrenceWeights*>> recurrences;

@@ -18,24 +18,26 @@ namespace bifolio {
 namespace {
 
 constexpr int64_t kMaxTapWidth = 1 << 24;
-constexpr int32_t kLongRope = 1 << 28;     // LONG_ROPE of bifolio/long_rope.py
 constexpr float kLeastMeanSquare = 1e-5f;  // LEAST_MEAN_SQUARE of kernels/operations.py
 
 void copy_row(const float* from, int64_t count, float* to) { std::memcpy(to, from, size_t(count) * sizeof(float)); }
 
 // -- the inputs of a network ------------------------------------------------------------------------------------------------
 
+// source: 0 token ids, 1 positions, 2 types of tokens, which are the multiples of kLongRope in positions.
 // is_partial: ids past the last row read row 0.
-Register embed(ProgramHolder& self, const TableHolder& holder, float scale, bool of_positions, bool is_partial) {
+Register embed(ProgramHolder& self, const TableHolder& holder, float scale, int source, bool is_partial) {
   require_finite("scale", scale);
+  require_between("source", source, 0, 2);
   const EmbeddingTable table = self.hold(holder).table;
-  int64_t& rows = of_positions ? self.position_rows : self.vocab_rows;
+  int64_t& rows = source == 0 ? self.vocab_rows : source == 1 ? self.position_rows : self.type_rows;
   rows = std::min(rows, is_partial ? INT32_MAX : table.rows);
   return self.record("embed", {}, self.program.new_register(table.width), [=](const Call& c) {
-    const int32_t* ids = of_positions ? c.step.positions : c.step.token_ids;
+    const int32_t* ids = source == 0 ? c.step.token_ids : c.step.positions;
     const Rows out = c.out();
     each_row(c.m, out.count, out.width, [&](int64_t row) {
-      const int64_t id = ids[row] < table.rows ? ids[row] : 0;
+      const int64_t own = source == 0 ? ids[row] : source == 1 ? ids[row] % kLongRope : ids[row] / kLongRope;
+      const int64_t id = own < table.rows ? own : 0;
       float* target = out.row(row);
       dequantize_row(table.format, table.data + size_t(id) * table.row_bytes, table.width, target);
       if (scale != 1.0f)
@@ -361,7 +363,7 @@ void tap(ProgramHolder& self, Register x, int64_t column) {
 }  // namespace
 
 void bind_operations(ProgramClass& program) {
-  program.def("embed", recording(&embed), "table"_a, "scale"_a, "of_positions"_a, "is_partial"_a = false)
+  program.def("embed", recording(&embed), "table"_a, "scale"_a, "source"_a, "is_partial"_a = false)
       .def("rotation", recording(&rotation), array("frequencies"), "scale"_a, "two_sets"_a = false)
       .def("given", recording(&given), "width"_a)
       .def("norm", recording(&norm), "x"_a, "weights"_a)

@@ -43,6 +43,9 @@ struct AttentionConstants {
   int64_t temperature_start = 0;   // of the positions that the temperature counts
   const float* slopes = nullptr;   // [num_heads] scores grow by slope * (position - position of the query); null: they do not
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
+  bool bidirectional = false;    // a query sees the positions after it, too; a window reaches as far in both directions
+  const float* bias = nullptr;   // [num_heads][2 * reach + 1] added to scores, by the position of the key minus that of the query; null: none
+  int64_t reach = 0;             // larger distances have the bias of this one
 
   float scale_at(int64_t position) const {
     return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + (position + temperature_start) / temperature_period)));
@@ -76,6 +79,7 @@ struct Query {
   int64_t end;           // one past the last position that it sees
   const int32_t* table;  // blocks of its context
   int64_t shared;        // leading tokens that lie in the same blocks as those of the query before; INT64_MAX within a sequence
+  int64_t length;        // of its context
 };
 
 // The queries of all segments by phase, ordered so that contexts that begin with the same blocks are neighbours.

@@ -85,13 +85,15 @@ void check_nan() {
 std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length, bool causal = true) {
   std::vector<Query> queries;
   for (int64_t s = 0; s < sequences; ++s)
-    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, causal ? length - count + q + 1 : length, nullptr, q ? INT64_MAX : 0});
+    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, causal ? length - count + q + 1 : length, nullptr, q ? INT64_MAX : 0, length});
   return queries;
 }
 
 // The phase selects the plan, and each plan has every visible span of every (query, kv head) exactly once.
-void check_plan(const char* name, Phase phase, const std::vector<Query>& queries, int threads, bool by_spans, int64_t window = 0) {
-  const AttentionConstants shape{9, 3, 64, 1.0f, window, false, nullptr, nullptr};
+void check_plan(const char* name, Phase phase, const std::vector<Query>& queries, int threads, bool by_spans, int64_t window = 0,
+                bool bidirectional = false) {
+  AttentionConstants shape{9, 3, 64, 1.0f, window, false, nullptr, nullptr};
+  shape.bidirectional = bidirectional;
   const AttentionPlan plan = plan_attention(phase, queries, shape, threads);
   std::vector<int> seen(queries.size() * 3 * size_t(plan.max_spans));
   for (const AttentionUnit& unit : plan.units)
@@ -102,7 +104,7 @@ void check_plan(const char* name, Phase phase, const std::vector<Query>& queries
   for (size_t i = 0; i < seen.size(); ++i) {
     const Query& query = queries[i / size_t(3 * plan.max_spans)];
     const int64_t span = int64_t(i) % plan.max_spans;
-    const bool visible = span >= window_begin(shape, query.position) / kSpan && span * kSpan < query.end;
+    const bool visible = span >= window_begin(shape, query.position) / kSpan && span * kSpan < window_end(shape, query);
     good = good && seen[i] <= 1 && (!visible || seen[i] == 1);
   }
   failures += !good;
@@ -121,6 +123,8 @@ void check_plans() {
   check_plan("a short prompt behind a prefix", Phase::Prefill, some_queries(1, 8, 4096), 2, true);
   check_plan("a prompt that does not come out even", Phase::Prefill, some_queries(1, 512, 4096), 7, true);
   check_plan("a prompt with a window", Phase::Prefill, some_queries(2, 300, 3000), 2, false, 400);
+  check_plan("a text", Phase::Prefill, some_queries(1, 700, 700), 2, false, 0, true);
+  check_plan("short texts with a window", Phase::Prefill, some_queries(9, 600, 600), 2, false, 128, true);
   check_plan("an image", Phase::Prefill, some_queries(2, 300, 3000, false), 2, false);
   check_plan("an image behind a prefix", Phase::Prefill, some_queries(1, 8, 4096, false), 2, true);
   check_plan("no queries", Phase::Prefill, {}, 2, false);

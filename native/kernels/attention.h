@@ -32,6 +32,24 @@ static inline void adjust_scores(const AttentionRows& rows, int64_t first_row, i
   for (int64_t r = first_row; r < rows.count; ++r) softcap_row(scores + r * kTile, kTile, rows.softcap);
 }
 
+// Adds the bias of each position's distance to the scores of a whole tile.
+static inline void bias_scores(const AttentionRows& rows, int64_t first_row, int64_t start, float* scores) {
+  if (!rows.bias) return;
+  for (int64_t r = first_row; r < rows.count; ++r) {
+    const float* bias = rows.bias[r];
+    const int64_t nearest = start - rows.position[r];
+    float* own = scores + r * kTile;
+    if (nearest >= -rows.reach && nearest + kTile - 1 <= rows.reach) {
+      for (int64_t j = 0; j < kTile; ++j) own[j] += bias[nearest + j];
+      continue;
+    }
+    for (int64_t j = 0; j < kTile; ++j) {
+      const int64_t distance = nearest + j < -rows.reach ? -rows.reach : nearest + j;
+      own[j] += bias[distance > rows.reach ? rows.reach : distance];
+    }
+  }
+}
+
 #ifndef BIFOLIO_OWN_SOFTMAX
 constexpr int64_t kSoftmaxRows = INT64_MAX;  // rows that an instruction set works on together
 static inline void softmax_four(float*, float*, float*, float*, int64_t) {}
@@ -90,6 +108,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
       const int64_t first = first_row(rows, start);
       score_ints(tile, rows, first, s, scores);
       adjust_scores(rows, first, start, scores);
+      bias_scores(rows, first, start, scores);
       softmax_rows(rows, first, start, padded, scores);
       mix_ints(tile, rows, first, s, scores, padded);
     });
@@ -107,6 +126,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
       const int64_t first = first_row(rows, start);
       score_floats<T>(tile, rows, first, s, scores);
       adjust_scores(rows, first, start, scores);
+      bias_scores(rows, first, start, scores);
       s.direct ? softmax_directly<T>(rows, first, start, padded, scores) : softmax_rows(rows, first, start, padded, scores);
       mix_floats<T>(tile, rows, first, s, scores);
     });

@@ -29,6 +29,7 @@ _HOME = {
     "TokensPrompt": "bifolio.prompts",
     "Logprob": "bifolio.api.outputs",
     "BeamSearchParams": "bifolio.beam_params",
+    "PoolingParams": "bifolio.pooling_params",
     "RequestOutput": "bifolio.api.outputs",
     "CompletionOutput": "bifolio.api.outputs",
     "LanguageModel": "bifolio.api.language_model",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine as InferenceEngine
     from bifolio.errors import BifolioError as BifolioError
     from bifolio.model.loader import load_model as load_model
+    from bifolio.pooling_params import PoolingParams as PoolingParams
     from bifolio.prompts import TextPrompt as TextPrompt
     from bifolio.prompts import TokensPrompt as TokensPrompt
     from bifolio.sampling.grammar import Grammar as Grammar

@@ -186,6 +186,8 @@ class Sequence:
     def phase(self) -> RequestPhase:
         if self.finish_reason is not None:
             return RequestPhase.COMPLETE
+        if self.request.pooling is not None:  # there is nothing to decode
+            return RequestPhase.PREFILL
         if self.num_computed + self.num_in_flight < self.num_prompt or self.num_uncomputed > 1:
             return RequestPhase.PREFILL
         return RequestPhase.DECODE
@@ -278,6 +280,7 @@ class RequestOptions(TypedDict, total=False):
     turn: float
     owner: str
     salt: bytes
+    second_start: int
     num_given: int
     score_from: int
     images: tuple[PromptImage, ...]
@@ -309,6 +312,8 @@ class Request:
     fault: FaultKind | None = None  # of the error
     keep: bool = False  # keep the blocks after the end, so that the conversation can be continued from them
     search: Any = None  # the beam search, if the request is one
+    pooling: Any = None  # how its result is pooled, if it asks for a vector or scores (`engine.pooling.PooledResult`)
+    second_start: int = 0  # of a pair of texts: the first token of the second one; 0: there is one text
     steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
     wants_logprobs: bool = field(init=False)  # of every sampled token
     marks: tuple[Mark, ...] = field(init=False, repr=False)  # of the images, for the digests of blocks
@@ -331,6 +336,13 @@ class Request:
     def marks_until(self, end: int) -> tuple[Mark, ...]:
         """The marks of the first `end` tokens."""
         return tuple(mark for mark in self.marks if mark.start < end) if self.marks else ()
+
+    @property
+    def most_cached(self) -> int | None:
+        """Tokens that may come from the prefix cache, where results of the others are read; None: all."""
+        if self.pooling is not None:
+            return 0 if self.pooling.reads_all else None
+        return self.score_from if self.params.prompt_logprobs is not None else None
 
     @property
     def is_finished(self) -> bool:

@@ -13,7 +13,7 @@ from bifolio.engine.executor import DecodeExecutor, PrefillExecutor
 from bifolio.errors import NO_FINITE_LOGIT, NO_FINITE_STATE, ModelOutputError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.loader import load_model
-from bifolio.serve.process.embedding import EmbeddingQueue
+from bifolio.pooling_params import PoolingParams
 from helpers import make_runner, nan_folder, open_entry, random_prompt, tiny_loaded
 
 
@@ -93,13 +93,11 @@ def test_a_language_model(temperature: float) -> None:
 
 
 def test_embeddings(llm: LLM) -> None:
-    queue = EmbeddingQueue(llm.engine)
-    found: list[tuple[np.ndarray | None, Exception | None]] = []
-    queue.add("one", random_prompt(9, vocab_size=61), lambda vector, error: found.append((vector, error)))
-    while queue.advance():
-        pass
-    [(vector, error)] = found
-    assert vector is None
-    assert isinstance(error, ModelOutputError)
-    assert str(error) == NO_FINITE_STATE
+    request = llm.engine.add_request("one", random_prompt(9, vocab_size=61), PoolingParams())
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert request.pooling.value is None
+    assert (request.fault, request.error) == (ModelOutputError.fault, NO_FINITE_STATE)
+    with pytest.raises(ModelOutputError, match="hidden states that are not finite"):
+        llm.embed([random_prompt(9, vocab_size=61)])
     assert llm.engine.blocks.num_used_blocks == 0

@@ -142,19 +142,14 @@ def test_the_live_page_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     drain(engine)
 
 
-def test_embeddings_run_on_the_executor(watch: Watch) -> None:
-    from bifolio.serve.process.embedding import EmbeddingQueue
+def test_vectors_are_planned_in_chunks_as_all_prompts(watch: Watch) -> None:
+    from bifolio.pooling_params import PoolingParams
 
     engine = make_engine(chunk_size=4, kernels=make_kernels())
-    queue, found = EmbeddingQueue(engine), []
-    queue.add("e", random_prompt(9, vocab_size=61), lambda vector, error: found.append((vector, error)))
-    while queue.advance():
-        pass
-    ((vector, error),) = found
-    assert error is None
-    assert vector is not None
-    assert watch.calls["PrefillExecutor.append"] == 3
-    assert watch.calls["KvCacheEntry.reserve"] == 3
+    request = engine.add_request("e", random_prompt(9, vocab_size=61), PoolingParams())
+    drain(engine)
+    assert request.pooling.value is not None
+    assert watch.calls["PrefillOrchestrator.reserve_chunk"] == 3
     assert engine.blocks.num_used_blocks == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from case_table import Context, Outputs, activations, case, new_context, normal, segment_over
@@ -170,6 +171,30 @@ def _enter_phases(name: str) -> None:
 
 for _name in SHAPES:
     _enter_phases(_name)
+
+
+def _enter_texts(detail: str, reach: int | None = None, **fields: Any) -> None:
+    """`reach`: of a bias by distance."""
+
+    @case("attend", f"to whole texts, {detail}")
+    def whole_texts(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        """Texts whose tokens see each other: with a cache and without, of unequal and equal lengths."""
+        bias = None if reach is None else kernels.from_host(normal(rng, 6, 2 * reach + 1))
+        shape, found = AttentionShape(1, 6, 2, 64, 0.125, bidirectional=True, bias=bias, **fields), []
+        for lengths in ([17, 70, 1, 33], [24, 24]):
+            context = new_context(kernels, rng, lengths, 2, 64)
+            heads = Heads(*(activations(kernels, normal(rng, sum(lengths), n, 64)) for n in (6, 2, 2)))
+            context.storage.write(1, kernels.from_host(context.index), heads.key, heads.value)
+            for tables, storage in ((context.tables, context.storage), (None, None)):
+                segment = segment_over(kernels, PREFILL, lengths, lengths, tables)
+                found.append(kernels.to_host(kernels.attend(heads, shape, (segment,), storage)))
+        return tuple(found)
+
+
+_enter_texts("all of them")
+_enter_texts("in a window", window=11)
+_enter_texts("with a bias by distance", reach=69)
+_enter_texts("with a bias that ends early, in a window", reach=5, window=20)
 
 
 @case("attend", "to two segments")

@@ -145,8 +145,8 @@ class Recorded(NamedTuple):
 
 def recorded() -> Recorded:
     program = native.library().Program()
-    x = program.embed(table(), 1.0, False)
-    odd = program.embed(table(width=33), 1.0, True)
+    x = program.embed(table(), 1.0, 0)
+    odd = program.embed(table(width=33), 1.0, 1)
     qkv = program.linear(x, linear(QKV_WIDTH, WIDTH))
     cosine, sine = program.rotation(floats(DIM // 2), 1.0)
     return Recorded(program, x, odd, qkv, cosine, sine, program.take(x))
@@ -289,6 +289,8 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "AttentionShape.of_chunks": lambda: {"self": windowed_shape()},
     "AttentionShape.counting_from": lambda: {"self": shape(), "start": 1},
     "AttentionShape.with_sinks": lambda: {"self": shape(), "sinks": floats(HEADS)},
+    "AttentionShape.both_ways": lambda: {"self": shape()},
+    "AttentionShape.with_bias": lambda: {"self": shape(), "bias": floats(HEADS, 9)},
     "Router": lambda: {
         "num_experts": EXPERTS,
         "top_k": 2,
@@ -305,7 +307,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     **RECURRENCE_CALLS,
     **STREAM_CALLS,
     "Program": dict,
-    "Program.embed": lambda: recording(table=table(), scale=1.0, of_positions=False),
+    "Program.embed": lambda: recording(table=table(), scale=1.0, source=0),
     "Program.norm": lambda: recording(x="x", weights=norm()),
     "Program.add": lambda: recording(x="x", y="x"),
     "Program.add_norm": lambda: recording(x="x", delta="x", weights=norm()),

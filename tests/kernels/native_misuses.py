@@ -11,6 +11,7 @@ from native_calls import (
     BLOCK_SIZE,
     BLOCKS,
     DIM,
+    HEADS,
     KV_HEADS,
     TOKENS,
     WIDTH,
@@ -228,6 +229,12 @@ CLASSES = [
         ("a negative soft cap", {"softcap": -1.0}, "softcap is -1 and must be a finite number of at least 0"),
         ("a temperature without end", {"temperature": float("inf")}, "temperature is inf"),
         ("a period of no positions", {"temperature_period": 0}, "temperature_period is 0 and must be at least 1"),
+    ),
+    *misuses("AttentionShape.both_ways", ("an argument", {"window": 1}, "incompatible", TypeError)),
+    *misuses(
+        "AttentionShape.with_bias",
+        ("biases of fewer heads", {"bias": floats(HEADS - 1, 9)}, "bias has 3 rows and must have 4, one for each head"),
+        ("no bias of the distance 0", {"bias": floats(HEADS, 8)}, "bias has rows of 8 elements and must have an odd"),
     ),
 ]
 

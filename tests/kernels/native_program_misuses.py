@@ -17,7 +17,11 @@ RECORDING_METHODS = [
 NO_REGISTER = "is register 99 and must be one of the 6 recorded so far"
 RECORDING = [
     *misuses("Program", ("an argument", {"size": 1}, "incompatible", TypeError)),
-    *misuses("Program.embed", ("an infinite scale", {"scale": INFINITY}, "scale is inf")),
+    *misuses(
+        "Program.embed",
+        ("an infinite scale", {"scale": INFINITY}, "scale is inf"),
+        ("an unknown source", {"source": 3}, "source is 3"),
+    ),
     *misuses(
         "Program.norm",
         ("an unknown register", {"x": 99}, NO_REGISTER),

@@ -10,6 +10,7 @@ import pytest
 from case_table import Outputs, activations, case, normal
 
 from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm, XieluCoefficients
+from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
@@ -190,6 +191,23 @@ def act(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     layer = kernels.prepare_linear(new_linear(rng, (48,), 72))
     plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "relu", "tanh")]
     return *plain, kernels.to_host(kernels.act(kernels.linear(x, layer), "gelu"))
+
+
+@case("sum_rows")
+def sum_rows(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Sums of an array and of a sum."""
+    x, y = (activations(kernels, normal(rng, 9, 32)) for _ in range(2))
+    starts = np.array([0, 1, 6, 9])
+    return tuple(kernels.to_host(kernels.sum_rows(each, starts)) for each in (x, kernels.add(x, y)))
+
+
+@case("embed", "of positions and types")
+def embed_types(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The type of a token travels with its position."""
+    tables = [kernels.prepare_embedding(normal(rng, rows, 48)) for rows in (20, 3)]
+    positions = kernels.from_host(np.array([19, 0, 7, 7], np.int32) + LONG_ROPE * np.array([0, 1, 2, 0], np.int32))
+    ids = positions % LONG_ROPE, positions // LONG_ROPE
+    return tuple(kernels.to_host(kernels.embed(*each, 1.0)) for each in zip(tables, ids, strict=True))
 
 
 @case("xielu")

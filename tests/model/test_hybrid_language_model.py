@@ -12,7 +12,7 @@ from family_rows import row_folder
 from bifolio import LLM
 from bifolio.api.language_model import LanguageModel
 from bifolio.errors import ConfigError
-from bifolio.serve.process.embedding import EmbeddingQueue
+from bifolio.pooling_params import PoolingParams
 from bifolio.train import TrainSettings, train
 from helpers import cpu_kernel_names, make_kernels
 
@@ -137,13 +137,12 @@ def test_embeddings_are_mean_states(family: str) -> None:
     idx = tokens(1, 21, 3)
     engine = LLM(folder, kernels=make_kernels(cpu_kernel_names()[0]), num_blocks=20, block_size=4, chunk_size=8,
                  max_model_len=64, max_num_seqs=2).engine  # fmt: skip
-    queue, found = EmbeddingQueue(engine), list[Any]()
-    queue.add("text", idx[0].tolist(), lambda vector, error: found.append(vector if error is None else error))
-    while queue.advance():
-        pass
+    request = engine.add_request("text", idx[0].tolist(), PoolingParams())
+    while engine.has_work:
+        engine.step()
     with torch.no_grad():
         mean = theirs.model(idx).last_hidden_state[0].mean(dim=0)
-    assert torch.allclose(torch.from_numpy(found[0]), mean / mean.norm(), atol=1e-4, rtol=0)
+    assert torch.allclose(torch.from_numpy(request.pooling.value), mean / mean.norm(), atol=1e-4, rtol=0)
     assert engine.blocks.num_used_blocks == 0
 
 

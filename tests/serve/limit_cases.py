@@ -18,6 +18,7 @@ from bifolio.serve.http.bounds import parts
 from bifolio.serve.protocols import anthropic_types as a
 from bifolio.serve.protocols import ollama_types as o
 from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.protocols import pooling_types as q
 from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
 from bifolio.serve.protocols.responses_types import ResponsesRequest
 
@@ -37,6 +38,16 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {  # path -> type, a small re
     "/api/chat": (o.OllamaChatRequest, {"model": MODEL, "messages": [{"role": "user", "content": "a"}],
                                         "options": {"num_predict": 8}}),
     "/api/embed": (o.EmbedRequest, {"model": MODEL, "input": "a"}),
+    "/api/embeddings": (o.OldEmbedRequest, {"model": MODEL, "prompt": "a"}),
+    "/v1/rerank": (q.RerankRequest, {"query": "a", "documents": ["a"]}),
+    "/v2/rerank": (q.RerankRequest, {"query": "a", "documents": ["a"]}),
+    "/rerank": (q.RerankRequest, {"query": "a", "texts": ["a"]}),
+    "/v1/score": (q.ScoreRequest, {"text_1": "a", "text_2": "a"}),
+    "/score": (q.ScoreRequest, {"text_1": "a", "text_2": "a"}),
+    "/classify": (q.ClassifyRequest, {"input": "a"}),
+    "/pooling": (q.PoolingRequest, {"input": "a"}),
+    "/embed": (q.EmbedInputs, {"inputs": "a"}),
+    "/predict": (q.PredictInputs, {"inputs": "a"}),
     "/api/show": (o.ShowRequest, {"model": MODEL}),
     "/api/pull": (o.PullRequest, {"model": MODEL}),
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 8}),

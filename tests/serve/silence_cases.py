@@ -45,6 +45,12 @@ GREEDY = {"temperature": 0.0, "max_tokens": 2}
 OPTIONS = {"options": {"temperature": 0.0, "num_predict": 2}, "stream": False}
 CHAT = {"messages": [{"role": "user", "content": "Now?"}], **GREEDY}
 CPP = {"n_predict": 2, "temperature": 0.0}
+RERANKS: list[dict[str, Any]] = [
+    {"query": "Once", "documents": ["Once upon a time", "The fox"]},
+    {"query": "Once", "texts": ["Once upon a time", "The fox"]},
+    {"query": "Once", "documents": ["Once upon a time " * 400], "truncate": True},
+]
+SCORES: list[dict[str, Any]] = [{"text_1": "Once", "text_2": "Once upon a time"}]
 REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "Once", **GREEDY},
@@ -61,7 +67,12 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
         {**CHAT, "tools": [TOOL], "tool_choice": "required"},
         {"messages": CHAT["messages"], "max_tokens": 2, "beam_search": {"width": 2}},
     ],
-    "/v1/embeddings": [{"input": "Once"}],
+    "/v1/embeddings": [{"input": "Once"}, {"input": "Once upon a time"}],
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RERANKS),
+    **dict.fromkeys(("/v1/score", "/score"), SCORES),
+    "/pooling": [{"input": "Once upon a time"}],
+    "/embed": [{"inputs": "Once upon a time"}, {"inputs": "Once upon a time " * 400, "truncate": True}],
+    "/api/embeddings": [{"model": "", "prompt": "Once"}],
     "/tokenize": [{"prompt": "Once"}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [0, 70, 80]}],
     "/v1/messages": [

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import BranchCall, BranchReply, Control, Hello, Picture, Recalled, Start
+from bifolio.api.messages import BranchCall, BranchReply, Control, Hello, Picture, Pooling, Recalled, Start
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -94,8 +94,8 @@ class EngineClient(Protocol):
         """End one completion of a request, in which a stop text was found."""
         ...
 
-    async def embed(self, token_ids: list[int]) -> bytes:
-        """f32[hidden] as bytes, of length 1."""
+    async def embed(self, token_ids: list[int], pooling: Pooling | None = None) -> bytes:
+        """f32[d] as bytes; of other tasks f32[tokens, d], or f32[labels]."""
         ...
 
     async def snapshot(self) -> Picture:

@@ -70,7 +70,11 @@ class EngineOptions:
 
     def config(self, model: LoadedModel, kernels: KernelSet) -> EngineConfig:
         """The configuration before memory is planned: the number of blocks is still unlimited."""
-        sizes = resolve_sizes(kernels, self.block_size, self.max_num_seqs, self.chunk_size, self.token_budget)
+        length = self._model_len(model.config.max_position, model.pooling.max_length)
+        sizes = resolve_sizes(
+            kernels, self.block_size, self.max_num_seqs, self.chunk_size, self.token_budget,
+            whole=length if model.config.bidirectional else None,
+        )  # fmt: skip
         is_cpu = kernels.device == "cpu"
         check_tiers(self.tiers, kernels.device, self.tensor_parallel_size, self.enable_prefix_caching)
         return EngineConfig(
@@ -81,7 +85,7 @@ class EngineOptions:
                 self.enable_prefix_caching,
                 self.poison_free_blocks,
             ),
-            max_model_len=self._model_len(model.config.max_position),
+            max_model_len=length,
             max_num_seqs=sizes.max_num_seqs,
             token_budget=sizes.token_budget,
             chunk_size=sizes.chunk_size,
@@ -126,10 +130,11 @@ class EngineOptions:
         }  # fmt: skip
         return RankTeam(kernels, size, most, settings)
 
-    def _model_len(self, most: int) -> int:
+    def _model_len(self, most: int, usual: int | None) -> int:
+        """`usual`: the length that the model's files recommend for texts."""
         wanted = self.max_model_len
         if wanted is None:
-            return min(most, USUAL_LENGTH)
+            return min(most, usual or USUAL_LENGTH)
         if not 1 <= wanted <= most:
             raise ConfigError(
                 f"max_model_len={wanted} is outside 1..{most}, the context length of this model: pass a number in it"

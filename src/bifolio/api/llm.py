@@ -16,6 +16,7 @@ from bifolio.api.engine_options import EngineOptions
 from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
 from bifolio.api.outputs import Decode, RequestOutput, request_output
+from bifolio.api.pooling_calls import PoolingCalls
 from bifolio.api.prompts import (
     Params,
     Prompt,
@@ -50,7 +51,7 @@ from bifolio.text.chat_template import Message, check_messages, check_takes_tool
 from bifolio.text.roles import Placeholders
 
 
-class LLM(EngineVerbs):
+class LLM(EngineVerbs, PoolingCalls):
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the

@@ -128,11 +128,24 @@ class Stop(msgspec.Struct, tag="stop"):
     stop_reason: str
 
 
-class Embed(msgspec.Struct, tag="embed"):
-    """Mean-pooled hidden states of one text."""
+class Pooling(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The options of a request for a vector or scores."""
+
+    task: Literal["embed", "token_embed", "classify", "score"] = "embed"
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    second_start: int = 0  # of a pair of texts: the first token of the second one
+    key: str = ""  # of the client: keys take turns
+    share: str = ""  # key or address of the client
+    salt: bytes = b""
+
+
+class Embed(msgspec.Struct, tag="embed", omit_defaults=True):
+    """The vector or the scores of one text, or of a pair."""
 
     id: str
     token_ids: list[int]
+    pooling: Pooling = msgspec.field(default_factory=Pooling)
 
 
 class Look(msgspec.Struct, tag="look"):
@@ -254,7 +267,7 @@ class Updates(msgspec.Struct, tag="updates"):
 
 class Embedding(msgspec.Struct, tag="embedding"):
     id: str
-    vector: bytes  # f32[hidden], little-endian
+    vector: bytes  # f32[d], f32[tokens, d] or f32[labels], little-endian
 
 
 class Recalled(msgspec.Struct, tag="recalled"):

@@ -12,9 +12,11 @@ from bifolio.api.stream import TokenStream
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.pooling_params import PoolingParams
 from bifolio.prompts import PromptTokens
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
+from bifolio.text.pairs import EncodedText
 
 Start: TypeAlias = Callable[[InferenceEngine, str], Request | None]  # makes the request of an id, if one is needed
 T = TypeVar("T")
@@ -65,6 +67,20 @@ class SharedEngine:
             self.abort(list(requests.values()))
             raise
         return [requests[place] for place in range(len(every))]
+
+    def add_pooled(self, texts: Sequence[EncodedText], params: PoolingParams) -> list[Request]:
+        """Add requests for vectors or scores, all or none."""
+        added: list[Request] = []
+        with self._lock:
+            self._check_owner()
+            try:
+                for text in texts:
+                    name, second = f"request-{next(self._ids)}", text.second_start
+                    added.append(self.engine.add_request(name, text.token_ids, params, second_start=second))
+            except BaseException:
+                self.abort(added)
+                raise
+        return added
 
     def _add(
         self,

@@ -10,7 +10,7 @@ from importlib import import_module
 from bifolio.cli import commands
 
 HEADINGS = {
-    "use": ("run", "generate", "chat", "serve"),
+    "use": ("run", "generate", "chat", "serve", "embed", "rerank"),
     "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "imatrix", "train"),
     "measure": ("eval", "replay", "bench", "profile", "soak"),
     "operate": ("ps", "doctor", "completion", "engine", "cluster"),

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 UNHEALTHY_SECONDS = 60.0  # without a ready engine: Ray replaces the replica
 _encoder = msgspec.msgpack.Encoder()
 _starts = msgspec.msgpack.Decoder(m.Start)
+_embeds = msgspec.msgpack.Decoder(m.Embed)
 
 
 class EngineReplica:
@@ -85,10 +86,11 @@ class EngineReplica:
         if self._is_meant(route):
             self._engine.stop(request_id, index, stop_reason)
 
-    async def embed(self, token_ids: list[int], *route: Any) -> bytes:
+    async def embed(self, request: bytes, *route: Any) -> bytes:
         """The vector, or a refusal."""
+        asked = _embeds.decode(request)
         try:
-            return _encoder.encode(m.Embedding("", await self._engine.embed(token_ids)))
+            return _encoder.encode(m.Embedding("", await self._engine.embed(asked.token_ids, asked.pooling)))
         except EngineFaultError as fault:
             return _encoder.encode(m.Refused("", fault.kind, str(fault)))
 

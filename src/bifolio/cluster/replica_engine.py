@@ -188,10 +188,11 @@ class ReplicaEngine:
         if replica is not None:
             self._handle.stop_completion.remote(request_id, index, stop_reason, "", b"", replica)
 
-    async def embed(self, token_ids: list[int]) -> bytes:
+    async def embed(self, token_ids: list[int], pooling: m.Pooling | None = None) -> bytes:
+        asked = _encoder.encode(m.Embed("", token_ids, pooling or m.Pooling()))
         self._num_embeddings += 1
         try:
-            answer = await answer_of(self._handle.embed.remote(token_ids, "", b"", ""))
+            answer = await answer_of(self._handle.embed.remote(asked, "", b"", ""))
         finally:
             self._num_embeddings -= 1
         vector: bytes = answer.vector

@@ -17,5 +17,7 @@ from bifolio.config.model import MODEL_LIMITS as MODEL_LIMITS
 from bifolio.config.model import LatentConfig as LatentConfig
 from bifolio.config.model import ModelConfig as ModelConfig
 from bifolio.config.model import RopeConfig as RopeConfig
+from bifolio.config.pooling import HeadConfig as HeadConfig
+from bifolio.config.pooling import PoolingConfig as PoolingConfig
 from bifolio.config.recurrent import RecurrentConfig as RecurrentConfig
 from bifolio.config.tiers import TierSettings as TierSettings

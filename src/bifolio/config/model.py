@@ -11,6 +11,8 @@ from bifolio.config.parameters import count_parameters
 from bifolio.config.recurrent import RecurrentConfig
 from bifolio.errors import ConfigError
 
+MOST_TOKEN_TYPES = 7  # types times `LONG_ROPE` are added to positions, which are numbers of 31 bits
+
 # The largest sizes of a network, several times those of real ones: memory is never planned for absurd sizes of a file.
 MODEL_LIMITS = {
     "vocab_size": 1 << 22,
@@ -119,7 +121,7 @@ class ModelConfig:
     parallel_block: bool = False  # attention and MLP read the same norm; both are added to the residual stream
     parallel_norms: bool = False  # the MLP of a parallel block reads a norm of its own (GPT-NeoX)
     tie_embeddings: bool = False
-    embedding_norm: bool = False  # of the embeddings, before the first layer
+    embedding_norm: bool = False  # of the embeddings; in encoders with `pre_norms` in place of the first layer's own
     learned_positions: bool = False
     alibi: float = 0.0  # scores fall with the distance; the slopes of heads go down to 2 ** -alibi; 0: off
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
@@ -146,6 +148,13 @@ class ModelConfig:
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     gate_by_head: bool = False  # one gate for each head, without a bias, instead of one for each value (LFM3)
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
+    bidirectional: bool = False  # tokens see those after them, too: an encoder, which computes a text as a whole
+    language_head: bool = True  # the network has logits of a next token; False: it makes vectors and scores alone
+    residual_norms: bool = False  # norms of the residual stream behind attention and MLP, in place of `pre_norms`
+    token_types: int = 0  # kinds of tokens with an embedding each, such as the first and the second of two texts
+    position_offset: int = 0  # rows of the table of learned positions that no position reads
+    distance_bias: Literal["none", "alibi", "buckets"] = "none"  # added to the scores of attention
+    distance_buckets: int = 0  # learned biases of each head, of both signs of the distance together
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -175,9 +184,11 @@ class ModelConfig:
             self.mla.rope_size + self.mla.latent_size,
         ):
             raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
-        if self.recurrent is None and not (self.learned_positions or self.ropes or self.alibi):
+        has_positions = self.learned_positions or self.ropes or self.alibi or self.distance_bias != "none"
+        if self.recurrent is None and not has_positions:
             raise ConfigError("a model without learned positions needs a rope configuration")
         self._check_layers()
+        self._check_encoder()
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
             raise ConfigError("a norm over all query heads after rope is not supported")
         for name in ("residual_scale", "logit_scale", "embedding_scale"):
@@ -213,6 +224,22 @@ class ModelConfig:
             raise ConfigError("models without any attention or recurrent layer are not supported")
         if (self.recurrent is not None) != bool(self.recurrent_layers):
             raise ConfigError("a model with a recurrent configuration has no recurrent layer, or the reverse")
+
+    def _check_encoder(self) -> None:
+        """Check the fields of encoders."""
+        if not 0 <= self.token_types <= MOST_TOKEN_TYPES:
+            raise ConfigError(
+                f"the model has {self.token_types} types of tokens: at most {MOST_TOKEN_TYPES} are supported"
+            )
+        if self.position_offset < 0 or self.position_offset + self.max_position > MODEL_LIMITS["max_position"]:
+            raise ConfigError(f"positions cannot begin at row {self.position_offset} of their table")
+        if (self.distance_bias == "buckets") != (self.distance_buckets > 0) or self.distance_buckets % 4:
+            raise ConfigError(f"{self.distance_buckets} buckets of distances are not a positive multiple of 4")
+        if self.distance_buckets > MODEL_LIMITS["num_heads"]:
+            raise ConfigError(f"{self.distance_buckets} buckets of distances are more than any real model has")
+        differ = any(layer.head_dim or layer.kv_heads or layer.kv_source is not None for layer in self.layers)
+        if self.bidirectional and (self.recurrent is not None or self.mla is not None or differ):
+            raise ConfigError("an encoder has attention with equal heads in all layers, and no recurrent layers")
 
     @property
     def scale(self) -> float:
@@ -270,7 +297,12 @@ class ModelConfig:
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """The layers with keys and values of their own, which are cached."""
+        """The layers with keys and values of their own, which are cached.
+
+        No later pass reads those of an encoder: all of its layers use the entries of one.
+        """
+        if self.bidirectional:
+            return self.attention_layers[:1]
         return tuple(layer for layer in self.attention_layers if self.kv_source(layer) == layer)
 
     @property

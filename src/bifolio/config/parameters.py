@@ -16,8 +16,13 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     with_mlp = [index for index, layer in enumerate(config.layers) if layer.mlp]
     norms = sum(layer.attention or layer.recurrent for layer in config.layers) + len(with_mlp)
     norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * (not config.has_mlp_norm) + 1
-    total = config.vocab_size * (d * (1 if config.tie_embeddings else 2) + config.head_bias)
-    total += config.max_position * d * config.learned_positions + per_norm * (norms + config.embedding_norm)
+    if config.residual_norms:
+        norms = 2 * config.num_layers
+    norms += config.embedding_norm and not (config.bidirectional and config.pre_norms)  # else it is the first layer's
+    tables = 1 if config.tie_embeddings or not config.language_head else 2
+    total = config.vocab_size * (d * tables + config.head_bias) + config.token_types * d
+    total += (config.max_position + config.position_offset) * d * config.learned_positions + per_norm * norms
+    total += config.num_heads * config.distance_buckets
     total += sum(_attention(config, layer) for layer in config.attention_layers)
     total += 0 if own is None else len(config.recurrent_layers) * own.count_parameters(d)
     for layer in with_mlp:

@@ -17,6 +17,7 @@ from bifolio.engine.parallel.team import RankTeam
 from bifolio.engine.speculative.hidden_draft import STATE_BYTES
 from bifolio.engine.state_plan import plan_states
 from bifolio.engine.warm_up import warm_up
+from bifolio.errors import ConfigError
 from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
@@ -34,6 +35,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {"cpu": Sizes(16, 16, 512, 512), "cuda": Sizes(64, 256, 8192, 8192)}  # defaults
+ENCODER_SIZES = {"cpu": Sizes(32, 128, 2048, 2048), "cuda": Sizes(64, 512, 16384, 16384)}  # of encoders
 
 
 def resolve_sizes(
@@ -42,9 +44,22 @@ def resolve_sizes(
     max_num_seqs: int | None = None,
     chunk_size: int | None = None,
     token_budget: int | None = None,
+    *,
+    whole: int | None = None,
 ) -> Sizes:
-    """The given sizes, and the device's defaults for the others."""
-    usual = SIZES["cuda" if kernels.device.startswith("cuda") else "cpu"]
+    """The given sizes, and the device's defaults for the others.
+
+    `whole`: the longest text of an encoder, which a step computes as a whole.
+    """
+    usual = (SIZES if whole is None else ENCODER_SIZES)["cuda" if kernels.device.startswith("cuda") else "cpu"]
+    if whole is not None:
+        if token_budget is not None and token_budget < whole:
+            raise ConfigError(
+                f"token_budget={token_budget} is below max_model_len={whole}: an encoder computes a text in one "
+                f"step, so pass token_budget >= {whole} or a smaller max_model_len"
+            )
+        most = max(usual.token_budget, whole)
+        usual = usual._replace(chunk_size=most, token_budget=most)
     num_seqs = usual.max_num_seqs if max_num_seqs is None else max_num_seqs
     if chunk_size is None:
         chunk_size = usual.chunk_size if token_budget is None else min(usual.chunk_size, token_budget)
@@ -85,7 +100,7 @@ def build_engine(
         cache = replace(config.cache, num_blocks=plan.num_blocks, num_states=plan.num_states)
         config = replace(config, cache=cache)
         engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load, peers=team)
-        if config.warm_up and kernels.memory() is not None:
+        if config.warm_up and kernels.memory() is not None and model.config.language_head:
             warm_up(engine)
     except BaseException:
         if team is not None:

@@ -23,11 +23,12 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
-from bifolio.engine.executor import DecodeExecutor, ModelRunner, Peers, PrefillExecutor
+from bifolio.engine.executor import DecodeExecutor, Launched, ModelRunner, Peers, PrefillExecutor
 from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.kept import KeptConversations
+from bifolio.engine.pooling import PooledPass
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
@@ -41,6 +42,7 @@ from bifolio.kernels.storage import BlockMover, poison_in
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
+from bifolio.pooling_params import PoolingParams
 from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
@@ -63,6 +65,8 @@ class InferenceEngine(KeptConversations):
         peers: Peers | None = None,  # the other ranks of tensor parallelism
     ) -> None:
         cache = with_states(model.config, config)
+        if model.config.bidirectional:  # keys depend on the tokens after them
+            cache = replace(cache, enable_prefix_caching=False)
         self.model = model
         self.config = config = replace(config, cache=cache)
         self.blocks = KVCacheBlockManager(
@@ -95,9 +99,10 @@ class InferenceEngine(KeptConversations):
             preempt=self.batcher.preempt,
             drop_kept=self.batcher.drop_kept,
             speculation=speculation,
+            computes_whole=model.config.bidirectional,
         )
         self.postprocess = Postprocessor(
-            self.batcher, self.phases, self.blocks, self.slots, kernels, self.speculator, speculation
+            self.batcher, self.phases, self.blocks, self.slots, self.runner, self.speculator, speculation
         )
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
@@ -176,15 +181,18 @@ class InferenceEngine(KeptConversations):
             plan = speculator.fill(plan)  # a draft model runs here
         if self._has_states:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
-        readout = Readout.from_plan(plan)
-        executor = self.prefill_executor if plan.prefills else self.decode_executor
-        with_states = speculator is not None and speculator.reads_states(plan)
-        launched = executor.launch(plan, readout, self.slots, with_states)
-        if speculator is not None:
-            speculator.launched(plan, launched.states)
+        drawn, pooled = plan.split()
+        readout, launched = Readout.from_plan(drawn), Launched(None, None)
+        if not drawn.is_empty:
+            executor = self.prefill_executor if drawn.prefills else self.decode_executor
+            with_states = speculator is not None and speculator.reads_states(drawn)
+            launched = executor.launch(drawn, readout, self.slots, with_states)
+            if speculator is not None:
+                speculator.launched(drawn, launched.states)
+        vectors = None if pooled.is_empty else PooledPass.launch(pooled, self.runner, self.slots)
         self._count(plan)
-        self.slots.launched(plan, launched.undrawn is not None)
-        return self.postprocess.launched(plan, readout, launched, started)
+        self.slots.launched(drawn, launched.undrawn is not None)
+        return self.postprocess.launched(plan, readout, launched, started, vectors)
 
     def collect(self) -> None:
         """Read and process the tokens of the oldest launched step."""
@@ -228,12 +236,12 @@ class InferenceEngine(KeptConversations):
         self,
         request_id: str,
         prompt_token_ids: Sequences[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         **options: Unpack[RequestOptions],
     ) -> Request:
         """Queue a request; one that cannot be served is rejected here, before any state changes.
 
-        A beam search runs in the same batches as all other requests.
+        Beam searches and requests for vectors run in the same batches as all other requests.
         """
         return self._enqueue(self.factory.new_request(request_id, prompt_token_ids, params, **options))
 
@@ -286,14 +294,16 @@ class InferenceEngine(KeptConversations):
 
     # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
-        self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
-        self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
+        if sequence.request.pooling is None:
+            self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
+            self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
         self.phases.track(sequence)
         if self.tiers is not None:
             self.tiers.admitted(sequence)
 
     def slot_freed(self, slot: int, sequence: Sequence) -> None:
-        self.slots.clear_slot(slot)
+        if sequence.request.pooling is None:
+            self.slots.clear_slot(slot)
         self.phases.remove_sequence(sequence.id)
         if self.speculator is not None:
             self.speculator.drafter.forget(sequence)
@@ -310,7 +320,8 @@ class InferenceEngine(KeptConversations):
         max_blocks = self.blocks.blocks_for(config.max_model_len) + 1
         vocab = self.model.config.vocab_size
         sizes = SlotSizes(config.max_num_seqs, max_blocks, config.max_model_len, vocab, config.chunk_size)
-        device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
+        has_tokens = self.model.config.language_head
+        device = kernels.device_slots(self.runner.network, self.runner.storage, sizes) if has_tokens else None
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
 

@@ -32,6 +32,7 @@ class Run(NamedTuple):
     tokens: Sequences[int] | NDArray[np.int32]
     rope: int = 0  # added to positions; LONG_ROPE: the long set of frequencies rotates them (`bifolio.long_rope`)
     causal: bool = True  # False: each sees all of them
+    second_start: int = 0  # tokens from here on belong to the second of two texts; 0: there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,9 @@ class HostBatch:
         ropes = np.fromiter((run.rope for run in runs), dtype=np.int32, count=count)
         if ropes.any():
             positions = positions + ropes[owners]
+        if any(run.second_start for run in runs):
+            seconds = np.fromiter((run.second_start or LONG_ROPE for run in runs), dtype=np.int32, count=count)
+            positions = positions + LONG_ROPE * (positions >= seconds[owners]).astype(np.int32)
         segments, token_start = [], 0
         for part in _alike(runs, border):
             orchestrator = DecodeOrchestrator if part.stop <= border else PrefillOrchestrator
@@ -218,7 +222,8 @@ def _run(item: ScheduledSequence, newest: np.ndarray) -> Run:
         return Run(item.slot, item.start, (newest_token(item, newest),), rope)
     end = item.start + item.num_new - len(item.drafts)
     if not item.drafts:
-        return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end], rope)
+        second = item.sequence.request.second_start
+        return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end], rope, second_start=second)
     return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts], rope)
 
 

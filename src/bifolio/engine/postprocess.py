@@ -15,12 +15,13 @@ import numpy as np
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.engine.beam.candidates import Candidates, queue_reads
-from bifolio.engine.executor import Launched
+from bifolio.engine.executor import Launched, ModelRunner
 from bifolio.engine.host_batch import Readout
+from bifolio.engine.pooling import PooledPass
 from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import Speculator, num_accepted
 from bifolio.errors import NO_FINITE_LOGIT, BifolioError, ModelOutputError, RequestError
-from bifolio.kernels.interface import Array, KernelSet
+from bifolio.kernels.interface import Array
 from bifolio.sampling.sampler import SampledTokens, prompt_logprobs
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.phases import PhaseManager
@@ -37,6 +38,7 @@ from bifolio.sequence import (
 from bifolio.text.stopping import StopDecision, TokenEnd
 
 ONLY_PROMPT = TokenEnd("length")  # of a request without output tokens
+POOLED = TokenEnd("stop")  # of a request for a vector or scores
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Ticket:
     forked: dict[int, list[Sequence]] = field(default_factory=dict)  # slot of a parent -> its forks
     candidates: dict[str, Callable[[], Candidates]] = field(default_factory=dict)  # of beam searches, by request id
     started: float = 0.0  # `time.perf_counter` of the launch
+    vectors: PooledPass | None = None  # of the sequences whose hidden states are pooled
 
 
 class Postprocessor:
@@ -86,7 +89,7 @@ class Postprocessor:
         phases: PhaseManager,
         blocks: KVCacheBlockManager,
         slots: SlotState,
-        kernels: KernelSet,
+        runner: ModelRunner,
         speculator: Speculator | None,
         speculation: SpeculativeDecodingSharing | None,
     ) -> None:
@@ -94,14 +97,21 @@ class Postprocessor:
         self._phases = phases
         self._blocks = blocks
         self._slots, self._sampler = slots, slots.sampler
-        self._kernels = kernels
+        self._kernels, self._runner = runner.kernels, runner
         self._speculator = speculator
         self._speculation = speculation
 
     # -- after the launch ----------------------------------------------------------------------------------------------
-    def launched(self, plan: StepPlan, readout: Readout, launched: Launched, started: float) -> Ticket:
+    def launched(
+        self,
+        plan: StepPlan,
+        readout: Readout,
+        launched: Launched,
+        started: float,
+        vectors: PooledPass | None = None,
+    ) -> Ticket:
         """Count the launched tokens; queue the reads of beam search candidates."""
-        ticket = Ticket(plan, readout, launched, started=started)
+        ticket = Ticket(plan, readout, launched, started=started, vectors=vectors)
         for item in plan.decodes:
             item.sequence.launch(item.num_new, item.sequence.group is None)
         for item in plan.prefills:
@@ -167,6 +177,9 @@ class Postprocessor:
                 self._enter_decode(members)
         for request in dict.fromkeys(searches):
             self._advance_search(request, ticket.candidates[request.request_id], results)
+        if ticket.vectors is not None:
+            for sequence, error in ticket.vectors.collect(self._runner):
+                self._end(sequence, POOLED if error is None else error, results)
 
     def _discarded(self, ticket: Ticket, drawn: _Drawn | None) -> frozenset[int]:
         """The draws of decodes that ran ahead of their grammars and whose tokens are not used."""

@@ -19,15 +19,19 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
+from bifolio.engine.pooling import pooled_result
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
 from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
+from bifolio.pooling_params import PoolingParams
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import LogprobRecords, Request, RequestOptions, Sequence
 from bifolio.text.reader import TextReader
 from bifolio.text.stopping import StopChecker, TokenStops
+
+NO_OUTPUT = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)  # of requests for vectors and scores
 
 
 class RequestFactory:
@@ -52,12 +56,15 @@ class RequestFactory:
         self,
         request_id: str,
         prompt_token_ids: Sequences[int],
-        own: SamplingParams | BeamSearchParams,
+        own: SamplingParams | BeamSearchParams | PoolingParams,
         **options: Unpack[RequestOptions],
     ) -> Request:
         """A valid request with its sequences; raises a `RequestError` that says why it cannot be served."""
         known = as_token_ids(prompt_token_ids)
+        if isinstance(own, PoolingParams):
+            return self._pooled_request(request_id, known, own, options)
         params = own.sampling if isinstance(own, BeamSearchParams) else own
+        self._check_generates()
         self._check(request_id, known, params)
         if options.get("images") and not self._reads_images:
             raise RequestError(TEXT_ONLY if self._model.vision is None else ONE_CPU)
@@ -82,6 +89,39 @@ class RequestFactory:
         else:
             self._add_sequences(request, own.num_sequences, known[count - given :])
         return request
+
+    def _pooled_request(
+        self, request_id: str, prompt_ids: list[int], params: PoolingParams, options: RequestOptions
+    ) -> Request:
+        """A request for a vector or scores: one sequence without output."""
+        pooled, longest = pooled_result(params, self._model.pooling, self._model.config), self._config.max_model_len
+        if len(prompt_ids) > longest:
+            raise PromptTooLongError(
+                f"the text has {len(prompt_ids)} tokens and {longest} fit (max_model_len={longest}): shorten it, or "
+                "truncate it (truncate_prompt_tokens=-1)"
+            )
+        if options.get("second_start") and self._model.config.token_types < 2:
+            raise RequestError("this model does not tell two texts apart: leave second_start out")
+        self._check(request_id, prompt_ids, NO_OUTPUT)
+        request = Request(
+            request_id=request_id,
+            number=next(self._numbers),
+            prompt_token_ids=prompt_ids,
+            params=NO_OUTPUT,
+            seed=0,
+            rope=rope_of_request(self._model.config, len(prompt_ids), 0),
+            pooling=pooled,
+            **options,
+        )
+        self._add_sequences(request, 1)
+        return request
+
+    def _check_generates(self) -> None:
+        if not self._model.config.language_head:
+            raise RequestError(
+                f"{self._model.path.name} generates no text, because it has no language head: ask it for "
+                f"{'vectors (embed)' if self._model.pooling.head is None else 'scores (classify or score)'}"
+            )
 
     def _add_beams(self, request: Request, params: BeamSearchParams) -> None:
         """Add a beam search and its sequences, which have no parent: the search decides on forks."""

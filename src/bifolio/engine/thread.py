@@ -36,7 +36,6 @@ class EngineThread:
         self.engine = engine
         self.failure: BaseException | None = None  # the error that ended the thread
         self.step_started: float | None = None  # `time.monotonic` of the running step or command, for watchdogs
-        self.background: Callable[[], bool] | None = None  # runs one slice of other work; True while more is left
         self._on_results = on_results
         self._on_closed = on_closed
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -98,8 +97,6 @@ class EngineThread:
             results = self.engine.step()
             self.step_started = None
             self._on_results(results)
-        if self.background is not None and not self.background():
-            self.background = None
 
     def deliver(self) -> None:
         """On the engine's thread: one step, whose results are delivered although it may be paused."""
@@ -112,7 +109,7 @@ class EngineThread:
 
     def _run_commands(self) -> None:
         """Run all queued commands; when idle, wait for the next one."""
-        idle = (self.is_paused or not self.engine.has_work) and self.background is None
+        idle = self.is_paused or not self.engine.has_work
         try:
             command = self._commands.get(block=idle)
             while True:

@@ -42,6 +42,9 @@ class AttentionShape:
     in_chunks: bool = False  # a query sees the positions from the last multiple of `window` on
     slopes: Array | None = None  # f32[num_heads]  scores fall by slope * distance (ALiBi)
     sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
+    bidirectional: bool = False  # queries see the tokens after them, too; a window reaches as far in both directions
+    bias: Array | None = None  # f32[num_heads, 2 * r + 1]  added to scores, by the key's position minus the query's:
+    #                            column r is the distance 0; distances beyond r have the bias of r
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class PagedAttentionKernel(Protocol):
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
-        """[t, num_heads * head_dim]: causal, grouped heads, optional window."""
+        """[t, num_heads * head_dim]: causal or bidirectional, grouped heads, optional window."""
         ...
 
 

@@ -78,6 +78,9 @@ class HostArrays:
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows]
 
+    def sum_rows(self, x: Array, starts: Array) -> Array:
+        return np.add.reduceat(x, starts[:-1], axis=0, dtype=np.float64).astype(np.float32)
+
     def given(self, batch: Batch, width: int) -> Array:
         return batch.given
 

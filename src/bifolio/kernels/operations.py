@@ -169,6 +169,11 @@ class Operations(PagedAttentionKernel, Protocol):
     # -- inputs and outputs of a pass ---------------------------------------------------------------------------------
     def take(self, x: Array, rows: Array) -> Array: ...
 
+    def sum_rows(self, x: Array, starts: Array) -> Array:
+        """f32[s, d]: the sum of the rows [starts[i], starts[i + 1]) of x; `starts` are on the host, all sums of one
+        row or more. The order of the additions is that of the rows."""
+        ...
+
     def given(self, batch: Batch, width: int) -> Array:
         """The rows `batch.given`: [t, width]."""
         ...

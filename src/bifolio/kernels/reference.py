@@ -317,8 +317,8 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
 
 def attend_heads(query: Array, key: Array, value: Array, shape: AttentionShape, causal: bool = True) -> Array:
     """`causal_attention` with the constants of a layer."""
-    constants = shape.scale, shape.window, shape.softcap, shape.sinks
-    return causal_attention(query, key, value, *constants, shape.in_chunks, shape.slopes, causal)
+    constants = shape.scale, shape.window, shape.softcap, shape.sinks, shape.in_chunks, shape.slopes, causal
+    return causal_attention(query, key, value, *constants, shape.bidirectional, shape.bias)
 
 
 def causal_attention(
@@ -332,11 +332,13 @@ def causal_attention(
     in_chunks: bool = False,
     slopes: Array | None = None,
     causal: bool = True,
+    bidirectional: bool = False,
+    bias: Array | None = None,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
     Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them; not `causal`: also to
-    all after its own.
+    all after its own; `bidirectional`: to all positions whose distance is below the window.
     """
     xp = array_namespace(query)
     num_queries, heads, dim = query.shape
@@ -352,9 +354,14 @@ def causal_attention(
         falls = np.minimum(np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None], 0)
         steps = xp.asarray(falls.astype(np.float32))
         scores = scores + xp.reshape(slopes, (kv_heads, heads // kv_heads, 1, 1)) * steps
-    mask = causal_mask(num_queries, length, window, in_chunks, causal)
-    if not isinstance(query, np.ndarray):
-        mask = xp.asarray(mask, device=query.device)
+    if bias is not None:
+        biases = bias[:, _beside(query, _bias_columns(num_queries, length, bias.shape[-1]))]
+        scores = scores + xp.reshape(biases, (kv_heads, heads // kv_heads, num_queries, length))
+    if bidirectional:
+        mask = both_ways_mask(num_queries, length, window)
+    else:
+        mask = causal_mask(num_queries, length, window, in_chunks, causal)
+    mask = _beside(query, mask)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
     if sinks is not None:
         columns = xp.reshape(sinks, (kv_heads, heads // kv_heads, 1, 1))
@@ -376,6 +383,23 @@ def causal_mask(
     if window is not None and in_chunks:
         return visible & (keys >= positions - positions % window)
     return visible if window is None else visible & (distance < window)
+
+
+def both_ways_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
+    """bool[num_queries, length]: True where a query of a bidirectional network attends to a key."""
+    distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
+    return np.asarray(np.abs(distance) < (length if window is None else window))
+
+
+def _bias_columns(num_queries: int, length: int, columns: int) -> np.ndarray:
+    """i64[num_queries, length]: the column of the distance of each key from each query."""
+    distance = np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None]
+    return np.asarray(np.clip(distance + columns // 2, 0, columns - 1))
+
+
+def _beside(x: Array, array: np.ndarray) -> Array:
+    """The array beside `x`, on its device."""
+    return array if isinstance(x, np.ndarray) else array_namespace(x).asarray(array, device=x.device)
 
 
 def sigmoid(xp: Any, x: Array) -> Array:

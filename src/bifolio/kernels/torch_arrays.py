@@ -109,6 +109,10 @@ class TorchArrays:
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))]
 
+    def sum_rows(self, x: Array, starts: Array) -> Array:
+        lengths = self.from_host(np.diff(starts))
+        return torch.segment_reduce(x.float(), "sum", lengths=lengths, axis=0)
+
     def given(self, batch: Batch, width: int) -> Array:
         return None if batch.given is None else batch.given.to(self.dtype)
 

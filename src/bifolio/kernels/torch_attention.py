@@ -52,13 +52,23 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
     return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
 
 
+def attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
+    """Attention of the sequences of a segment over their own fresh keys and values."""
+    if are_equally_long(segment):
+        return attend_equal(own, shape, segment.num_sequences, segment.causal)
+    starts = segment.query_starts.tolist()
+    parts = (Heads(*(h[a:b] for h in own)) for a, b in pairwise(starts))
+    return torch.cat([attend_equal(part, shape, 1, segment.causal) for part in parts])
+
+
 def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal: bool = True) -> torch.Tensor:
     """Attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
     mask = None
     positions = torch.arange(length, device=query.device)[None]
-    if not causal or shape.slopes is not None or (shape.window is not None and shape.window < length):
+    is_plain = causal and not shape.bidirectional and shape.slopes is None and shape.bias is None
+    if not is_plain or (shape.window is not None and shape.window < length):
         mask = _visible(positions, positions[0], shape, causal)
     return _attend_masked(query, key, value, mask, shape, _biases(positions, positions[0], shape))
 
@@ -66,6 +76,8 @@ def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal
 def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape, causal: bool) -> torch.Tensor:
     """bool[s, 1, n, L]: the keys that queries at [s, n] see."""
     distance = positions[:, None, :, None] - keys
+    if shape.bidirectional:
+        return distance.abs() < (keys.shape[0] if shape.window is None else shape.window)
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if shape.window is None:
         return visible
@@ -75,7 +87,11 @@ def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape,
 
 
 def _biases(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:
-    """Linear biases of scores; None: none."""
+    """Biases of scores by distance, [s, heads, n, L]; None: none."""
+    if shape.bias is not None:
+        reach = shape.bias.shape[1] // 2
+        columns = (keys - positions[:, :, None] + reach).clamp(0, 2 * reach)
+        return torch.as_tensor(shape.bias, device=keys.device).float()[:, columns].transpose(0, 1)
     if shape.slopes is None:
         return None
     slopes = torch.as_tensor(shape.slopes, device=keys.device).float().view(1, -1, 1, 1)
@@ -161,7 +177,7 @@ def _attend_paged(
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     visible, biases = _visible(positions, slots, shape, segment.causal), _biases(positions, slots, shape)
-    if not segment.causal:
+    if not segment.causal or shape.bidirectional:
         visible = visible & (slots < lens[:, None])[:, None, None, :]
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
     return _attend_masked(queries.transpose(1, 2), keys, values, visible, shape, biases)

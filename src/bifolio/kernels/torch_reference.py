@@ -8,7 +8,6 @@ call for the whole segment; other segments run sequence by sequence.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from bifolio.kernels.interface import (
     XieluCoefficients,
 )
 from bifolio.kernels.torch_arrays import TorchArrays
-from bifolio.kernels.torch_attention import are_equally_long, attend_cached, attend_equal, rotate, scale_by_position
+from bifolio.kernels.torch_attention import attend_cached, attend_fresh, rotate, scale_by_position
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur, scan
 from bifolio.kernels.torch_routing import mix_sparsely
 from bifolio.long_rope import LONG_ROPE, set_of
@@ -276,11 +275,7 @@ class TorchKernels(TorchArrays):
         """Many queries of each sequence: over their own fresh keys and values, or over the cache behind a prefix."""
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             return attend_cached(own.query, shape, segment, storage)
-        if are_equally_long(segment):
-            return attend_equal(own, shape, segment.num_sequences, segment.causal)
-        starts = segment.query_starts.tolist()
-        parts = (Heads(*(h[a:b] for h in own)) for a, b in pairwise(starts))
-        return torch.cat([attend_equal(part, shape, 1, segment.causal) for part in parts])
+        return attend_fresh(own, shape, segment)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None

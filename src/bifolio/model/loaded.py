@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig
+from bifolio.config import ModelConfig, PoolingConfig
 from bifolio.errors import RequestError
 from bifolio.model.sampling_defaults import sampling_defaults
 from bifolio.model.vision.tower import Tower, Vision
@@ -38,6 +38,7 @@ class TextModel:
     chat_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)  # by their names in chat templates: bos_token, ...
     vision: Vision | None = None  # how it takes images; None: it reads text only
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)  # of vectors and scores
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

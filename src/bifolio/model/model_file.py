@@ -11,13 +11,15 @@ Weights of quantised folders (FP8, AWQ, GPTQ) are no views but `LateTensor`s, wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.model.fetch import Fetch, FetchVector
 from bifolio.model.loaded import LoadedModel, TextModel
+from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
 from bifolio.model.vision.tower import Tower
 from bifolio.quant.formats import Floats, QuantFormat
@@ -47,6 +49,7 @@ class ModelFile:
     source: TensorSource
     factors: Callable[[str], Factors | None] = lambda name: None  # of a matrix's rows, put into it at load
     tower: Callable[[], Tower | None] = lambda: None  # of a model that reads images
+    pooler: Callable[[Fetch, FetchVector], PoolerWeights | None] = lambda fetch, vector: None
 
     def views(self) -> list[QuantizedTensor]:
         """Every tensor of the network once, as a view of the file."""
@@ -55,6 +58,7 @@ class ModelFile:
     def load(self) -> LoadedModel:
         """Assemble the weights by role."""
         text = self.text
+        weights = assemble(text.config, self.names, self.matrix, self.vector)
         return LoadedModel(
             text.path,
             text.config,
@@ -63,7 +67,8 @@ class ModelFile:
             text.chat_template,
             text.special_tokens,
             text.vision,
-            weights=assemble(text.config, self.names, self.matrix, self.vector),
+            text.pooling,
+            weights=replace(weights, pooler=self.pooler(self.matrix, self.vector)),
             tower=self.tower(),
         )
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bifolio.config import ModelConfig
-from bifolio.kernels.interface import Array, Experts, HeadLinear, Linear, Norm, Router
+from bifolio.kernels.interface import Array, Experts, Linear, Norm, Router
+from bifolio.model.distance_bias import distance_bias
 from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
 from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
+from bifolio.model.latent_tensors import assemble_latent
+from bifolio.model.norm_tensors import stored_norm
 from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
 from bifolio.model.stream_tensors import (
     LayerInputNames,
@@ -25,7 +28,6 @@ from bifolio.model.stream_tensors import (
 )
 from bifolio.model.weights import (
     NO_LINEAR,
-    LatentWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
@@ -33,6 +35,7 @@ from bifolio.model.weights import (
     inverse_frequencies,
 )
 from bifolio.model.xielu import read_xielu
+from bifolio.quant.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,9 @@ class TensorNames:
     final_norm: str
     head: str
     positions: str = ""
+    types: str = ""
     embedding_norm: str = ""
+    distance_bias: str = ""
     xielu: tuple[str, str] = ("", "")  # with their suffixes
     query_norm: str = ""
     key_norm: str = ""
@@ -136,23 +141,55 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
     """Build the weights; `fetch` and `vector` supply every tensor by name and shape."""
     d = config.hidden_size
     embedding = fetch(names.embedding + ".weight", (config.vocab_size, d))
-    positions = fetch(names.positions + ".weight", (config.max_position, d)) if config.learned_positions else None
+    embedding_norm = stored_norm(config, names.embedding_norm, d, vector) if config.embedding_norm else None
     ropes = [inverse_frequencies(rope) for rope in config.ropes]
-    head = embedding if config.tie_embeddings else fetch(names.head + ".weight", (config.vocab_size, d))
-    head_bias = vector(names.head + ".bias", (config.vocab_size,)) if config.head_bias else None
+    bias = _distance_bias(config, names, vector)
     return ModelWeights(
         config=config,
         embedding=embedding,
-        position_embedding=positions,
-        layers=tuple(_layer(config, names, i, fetch, vector) for i in range(config.num_layers)),
-        final_norm=_final_norm(config, names.final_norm, vector),
-        embedding_norm=_norm(config, names.embedding_norm, d, vector) if config.embedding_norm else None,
-        head=Linear((head,), (head_bias,)),
+        position_embedding=_positions(config, names, fetch),
+        layers=tuple(_layer(config, names, i, fetch, vector, bias) for i in range(config.num_layers)),
+        final_norm=_final_norm(config, _final_norm_name(config, names), vector),
+        head=_head(config, names, embedding, fetch, vector),
+        type_embedding=fetch(names.types + ".weight", (config.token_types, d)) if config.token_types else None,
+        embedding_norm=embedding_norm,
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
         layer_inputs=assemble_layer_inputs(config, names.layer_inputs, fetch, vector),
         streams=assemble_streams(config, names.streams, fetch),
     )
+
+
+def _positions(config: ModelConfig, names: TensorNames, fetch: Fetch) -> QuantizedTensor | Array | None:
+    if not config.learned_positions:
+        return None
+    table = fetch(names.positions + ".weight", (config.position_offset + config.max_position, config.hidden_size))
+    rows = slice(config.position_offset, None)
+    if not config.position_offset:
+        return table
+    return table.select_rows(rows) if isinstance(table, QuantizedTensor) else table[rows]
+
+
+def _head(
+    config: ModelConfig, names: TensorNames, embedding: QuantizedTensor | Array, fetch: Fetch, vector: FetchVector
+) -> Linear:
+    if not config.language_head:
+        return NO_LINEAR
+    shape = config.vocab_size, config.hidden_size
+    head = embedding if config.tie_embeddings else fetch(names.head + ".weight", shape)
+    return Linear((head,), (vector(names.head + ".bias", shape[:1]) if config.head_bias else None,))
+
+
+def _distance_bias(config: ModelConfig, names: TensorNames, vector: FetchVector) -> Array | None:
+    if config.distance_bias == "none":
+        return None
+    shape = config.distance_buckets, config.num_heads
+    return distance_bias(config, vector(names.distance_bias + ".weight", shape) if config.distance_buckets else None)
+
+
+def _final_norm_name(config: ModelConfig, names: TensorNames) -> str:
+    """Of norms behind the MLPs the last one is that of the network."""
+    return names.layer.format(config.num_layers - 1) + names.mlp_norm if config.residual_norms else names.final_norm
 
 
 def assemble_layer(
@@ -174,7 +211,14 @@ def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[
     return shapes
 
 
-def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, vector: FetchVector) -> LayerWeights:
+def _layer(
+    config: ModelConfig,
+    names: TensorNames,
+    index: int,
+    fetch: Fetch,
+    vector: FetchVector,
+    bias: Array | None = None,  # of attention, by distance
+) -> LayerWeights:
     prefix = names.layer.format(index)
     d, own = config.hidden_size, names.recurrent
 
@@ -189,27 +233,29 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         )
 
     def post_norm(name: str, wanted: bool) -> Norm | None:
-        return _norm(config, prefix + name, d, vector) if config.post_norms and wanted else None
+        return stored_norm(config, prefix + name, d, vector) if config.post_norms and wanted else None
 
-    def pre_norm(name: str, wanted: bool) -> Norm | None:
-        if not config.pre_norms or not wanted:
+    def residual_norm(name: str, wanted: bool) -> Norm | None:
+        if not (config.pre_norms or config.residual_norms) or not wanted:
             return None
-        return _on_residual(config, _norm(config, prefix + name, d, vector))
+        return _on_residual(config, stored_norm(config, prefix + name, d, vector))
 
     def head_norm(name: str, heads: int, wanted: bool) -> Norm | None:
         if config.qk_norm_rotated:
             return Norm(np.ones(dim, np.float32), None, config.norm_eps) if wanted and is_rotated else None
         size = dim * (heads if config.qk_norm_all_heads else 1)
-        return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and wanted else None
+        return stored_norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and wanted else None
 
     own_layer = config.layers[index]
     is_rotated = own_layer.rope is not None
     attends = own_layer.attention
     recurrent = None if own is None else assemble_recurrence(config, own, index, prefix, fetch, vector)
     mixes, has_mlp = attends or recurrent is not None, own_layer.mlp
-    attention_norm = pre_norm(names.attention_norm, mixes)
+    is_normed = config.bidirectional and config.embedding_norm and config.pre_norms and index == 0
+    attention_norm = None if is_normed else residual_norm(names.attention_norm, mixes)
+    ends_network = config.residual_norms and index == config.num_layers - 1  # its last norm is that of the network
     up, down = _mlp(config, names, index, linear)
-    latent = _latent(config, names, prefix, fetch, vector) if attends else None
+    latent = assemble_latent(config, names.latent, prefix, fetch, vector) if attends else None
     dim, kv_heads, writes = config.head_size(index), config.kv_heads(index), config.kv_source(index) == index
     query_size = config.num_heads * dim
     value_size = query_size if config.mla is None else config.num_heads * config.mla.value_size
@@ -218,12 +264,12 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
     key_norm = head_norm(names.key_norm, kv_heads, attends and writes)
     gates = config.gate_size(index) if attends else 0
     return LayerWeights(
-        shape=attention_shape(config, index, query_norm, key_norm, sinks),
+        shape=attention_shape(config, index, query_norm, key_norm, sinks, bias),
         attention_norm=attention_norm,
         qkv=NO_LINEAR if latent is not None or not attends else _qkv(config, names, index, linear),
         output=linear((names.output,), (d,), value_size, config.output_bias) if attends else NO_LINEAR,
         post_attention_norm=post_norm(names.post_attention_norm, mixes),
-        mlp_norm=pre_norm(names.mlp_norm, has_mlp and config.has_mlp_norm),
+        mlp_norm=residual_norm(names.mlp_norm, has_mlp and config.has_mlp_norm and not ends_network),
         up=up,
         down=down,
         post_mlp_norm=post_norm(names.post_mlp_norm, has_mlp),
@@ -267,34 +313,6 @@ def _mlp(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[.
     return linear(names.shared_up, widths, d, False), linear((names.shared_down,), (d,), width, False)
 
 
-def _latent(
-    config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector
-) -> LatentWeights | None:
-    mla, own = config.mla, names.latent
-    if mla is None or own is None:
-        return None
-    d, heads, query_size = config.hidden_size, config.num_heads, config.num_heads * (mla.nope_size + mla.rope_size)
-
-    def linear(name: str, rows: int, columns: int) -> Linear:
-        return Linear((fetch(f"{prefix}{name}.weight", (rows, columns)),), (None,))
-
-    def by_head(name: str, rows: int, columns: int) -> HeadLinear:
-        matrices = stacked_matrices(prefix + name, heads, (rows, columns), fetch)
-        return HeadLinear(tuple(Linear((matrix,), (None,)) for matrix in matrices))
-
-    down = linear(own.query_down, mla.query_rank, d) if mla.query_rank else None
-    return LatentWeights(
-        rope_size=mla.rope_size,
-        query_down=down,
-        query_norm=None if down is None else _norm(config, prefix + own.query_norm, mla.query_rank, vector),
-        query=linear(own.query, query_size, d) if down is None else linear(own.query_up, query_size, mla.query_rank),
-        latent=linear(own.latent, mla.latent_size + mla.rope_size, d),
-        latent_norm=_norm(config, prefix + own.latent_norm, mla.latent_size, vector),
-        key_up=by_head(own.key_up, mla.latent_size, mla.nope_size),
-        value_up=by_head(own.value_up, mla.value_size, mla.latent_size),
-    )
-
-
 def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector) -> MoeWeights | None:
     moe = config.moe
     if moe is None:
@@ -311,7 +329,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
         )
 
     def norm(name: str) -> Norm | None:
-        return _norm(config, prefix + name, d, vector) if moe.beside_mlp else None
+        return stored_norm(config, prefix + name, d, vector) if moe.beside_mlp else None
 
     router_norm = None
     if moe.beside_mlp:
@@ -347,15 +365,6 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
     )
 
 
-def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: bool = False) -> Norm:
-    centered = config.norm == "layer" and not rms
-    weight = vector(name + ".weight", (size,)) if config.norm_weight else np.ones(size, np.float32)
-    if config.norm_offset:
-        weight = weight + config.norm_offset  # a Python float keeps the dtype of the array
-    bias = vector(name + ".bias", (size,)) if centered and config.norm_bias else None
-    return Norm(weight, bias, config.norm_eps, centered)
-
-
 def _on_residual(config: ModelConfig, norm: Norm) -> Norm:
     """The norm of a residual stream that is divided by `residual_scale`, so that outputs are added as they are."""
     return replace(norm, eps=norm.eps / config.residual_scale**2)
@@ -363,7 +372,7 @@ def _on_residual(config: ModelConfig, norm: Norm) -> Norm:
 
 def _final_norm(config: ModelConfig, name: str, vector: FetchVector) -> Norm:
     """The last norm; its weights contain the scale of the logits."""
-    norm = _on_residual(config, _norm(config, name, config.hidden_size, vector))
+    norm = _on_residual(config, stored_norm(config, name, config.hidden_size, vector))
     if config.logit_scale == 1.0:
         return norm
     bias = None if norm.bias is None else norm.bias * config.logit_scale

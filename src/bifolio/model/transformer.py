@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.long_rope import LONG_ROPE
 from bifolio.model.image_rows import given_rows
 from bifolio.model.layer_inputs import gated_inputs, layer_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
@@ -34,11 +35,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     half = weights.inverse_frequencies[0].shape[-1] if weights.inverse_frequencies else 0
     size, layout = config.hidden_size, weights.image_rows
     rows = None if batch.given is None else given_rows(layout, size, half, batch, kernels)
-    x = embedded(weights, batch, kernels) if rows is None else rows.x
-    if weights.position_embedding is not None:
-        x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
-    if weights.embedding_norm is not None:
-        x = kernels.norm(x, weights.embedding_norm)
+    x = with_positions(weights, embedded(weights, batch, kernels) if rows is None else rows.x, batch, kernels)
     rotations = tuple(
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
@@ -52,6 +49,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         for layer in weights.layers:
             x = stream_layer(weights, layer, x, inputs, batch, kernels, storage, rotations, shared)
         return merged_streams(weights.streams, x, config.hidden_size, kernels)
+    if config.residual_norms:
+        return residual_normed_layers(weights, x, batch, kernels, storage, rotations)
     _tap(weights, 0, x, batch, kernels)
     for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
@@ -81,6 +80,37 @@ def embedded(weights: ModelWeights, batch: Batch, kernels: KernelSet) -> Array:
     config = weights.config
     x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
     return kernels.all_gather(x, weights.embedding_widths) if weights.embedding_widths else x
+
+
+def with_positions(weights: ModelWeights, x: Array, batch: Batch, kernels: KernelSet) -> Array:
+    """The embeddings of tokens with those of their positions and types, and normed, where the network has these."""
+    if weights.position_embedding is not None:
+        places = batch.positions if weights.type_embedding is None else batch.positions % LONG_ROPE
+        x = kernels.add(x, kernels.embed(weights.position_embedding, places, 1.0))
+    if weights.type_embedding is not None:
+        x = kernels.add(x, kernels.embed(weights.type_embedding, batch.positions // LONG_ROPE, 1.0))
+    return x if weights.embedding_norm is None else kernels.norm(x, weights.embedding_norm)
+
+
+def residual_normed_layers(
+    weights: ModelWeights,
+    x: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotations: tuple[Rotation, ...],
+) -> Array:
+    """The layers of a network that norms its residual stream behind attention and MLP: up to the final norm."""
+    config = weights.config
+    for layer in weights.layers:
+        mixed = PagedAttentionLayer(layer)(x, batch, kernels, storage, rotations)
+        if layer.attention_norm is not None:
+            _, x = kernels.add_norm(x, mixed, layer.attention_norm)
+        delta = mlp(layer, x, config.activation, config.gated_mlp, kernels)
+        if layer.mlp_norm is None:
+            return kernels.add(x, delta)
+        _, x = kernels.add_norm(x, delta, layer.mlp_norm)
+    return x
 
 
 def stream_layer(

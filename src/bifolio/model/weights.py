@@ -29,6 +29,7 @@ from bifolio.kernels.interface import (
     SharedMlp,
 )
 from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
+from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
@@ -175,10 +176,12 @@ class ModelWeights:
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
     embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
-    embedding_norm: Norm | None = None
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
     image_rows: RowLayout = PLAIN_ROWS  # how a pass takes rows in place of embeddings
+    type_embedding: QuantizedTensor | Array | None = None  # [types, d]
+    embedding_norm: Norm | None = None
+    pooler: PoolerWeights | None = None  # from hidden states to vectors or scores; None: as `PoolingConfig` says alone
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def tapped(self, taps: tuple[int, ...]) -> ModelWeights:
@@ -204,8 +207,9 @@ class ModelWeights:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
             found += [] if layer.inputs is None else layer.inputs.matrices()
             found += [] if layer.streams is None else layer.streams.matrices()
-        for part in (self.layer_inputs, self.streams):
+        for part in (self.layer_inputs, self.streams, self.pooler):
             found += [] if part is None else part.matrices()
+        found += [] if self.type_embedding is None else [self.type_embedding]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
     def formats(self) -> list[QuantFormat]:
@@ -219,10 +223,11 @@ def attention_shape(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
     sinks: Array | None = None,
+    bias: Array | None = None,
 ) -> AttentionShape:
     is_rotated = bool(config.ropes) and config.layers[layer].rope is not None
     return AttentionShape(
-        layer=config.cached_layers.index(config.kv_source(layer)) if config.layers[layer].attention else 0,
+        layer=_cached_layer(config, layer),
         num_heads=config.num_heads,
         num_kv_heads=config.kv_heads(layer),
         head_dim=config.head_size(layer),
@@ -232,6 +237,8 @@ def attention_shape(
         query_norm=query_norm,
         key_norm=key_norm,
         sinks=sinks,
+        bidirectional=config.bidirectional,
+        bias=bias,
         norm_after_rope=config.qk_norm_after_rope,
         softcap=config.attention_softcap,
         temperature=0.0 if config.temperature_unrotated and is_rotated else config.attention_temperature,
@@ -242,6 +249,13 @@ def attention_shape(
         value_norm=_value_norm(config, layer),
         queries_only=config.kv_source(layer) != layer,
     )
+
+
+def _cached_layer(config: ModelConfig, layer: int) -> int:
+    """The entries of the cache that a layer writes or reads: all layers of an encoder use the same."""
+    if config.bidirectional or not config.layers[layer].attention:
+        return 0
+    return config.cached_layers.index(config.kv_source(layer))
 
 
 def _value_norm(config: ModelConfig, layer: int) -> Norm | None:
@@ -264,15 +278,17 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
     on_load(len(layers), len(layers))
-    positions = weights.position_embedding
+    positions, types, norm = weights.position_embedding, weights.type_embedding, weights.embedding_norm
     return replace(
         weights,
         embedding=kernels.prepare_embedding(weights.embedding),
         position_embedding=None if positions is None else kernels.prepare_embedding(positions),
         layers=layers,
         final_norm=kernels.prepare_norm(weights.final_norm),
-        embedding_norm=None if weights.embedding_norm is None else kernels.prepare_norm(weights.embedding_norm),
-        head=kernels.prepare_linear(weights.head),
+        head=kernels.prepare_linear(weights.head) if weights.head.parts else weights.head,
+        type_embedding=None if types is None else kernels.prepare_embedding(types),
+        embedding_norm=None if norm is None else kernels.prepare_norm(norm),
+        pooler=None if weights.pooler is None else weights.pooler.prepared(kernels),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         layer_inputs=None if weights.layer_inputs is None else weights.layer_inputs.prepared(kernels),
         streams=None if weights.streams is None else weights.streams.prepared(kernels),
@@ -300,6 +316,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
             key_norm=norm(layer.shape.key_norm),
             value_norm=norm(layer.shape.value_norm),
             sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
+            bias=None if layer.shape.bias is None else kernels.from_host(layer.shape.bias),
             slopes=None if layer.shape.slopes is None else kernels.from_host(layer.shape.slopes),
         ),
         attention_norm=norm(layer.attention_norm),

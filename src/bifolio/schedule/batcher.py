@@ -212,13 +212,12 @@ class ContinuousBatcher:
         if branched:
             cached = self._blocks.resume(sequence.id)
         else:
-            wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
             cached = self._blocks.open_table(
                 sequence.id,
                 sequence.token_ids,
                 salt=request.cache_salt,
                 marks=request.marks,
-                max_cached=request.score_from if wants_logits else None,
+                max_cached=request.most_cached if not sequence.output_token_ids else None,
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:

@@ -29,13 +29,16 @@ class PhaseManager:
         preempt: Preempt | None = None,
         drop_kept: Callable[[], bool] | None = None,
         speculation: SpeculativeDecodingSharing | None = None,
+        computes_whole: bool = False,
     ) -> None:
+        """`computes_whole`: prompts run in one step each, as those of a bidirectional network."""
         self.prefill = prefill_orchestrator
         self.decode = decode_orchestrator
         self.chunk_size = whole("chunk_size", chunk_size, least=1, error=ConfigError)
         self._preempt = preempt
         self._drop_kept = drop_kept or (lambda: False)
         self._speculation = speculation
+        self._computes_whole = computes_whole
         self._sequences: dict[int, Sequence] = {}
 
     # -- phases ---------------------------------------------------------------------------------------------
@@ -173,7 +176,9 @@ class PhaseManager:
             if any(sequence.order >= other.order for other in refused):
                 continue
             limit = min(self.chunk_size, budget, quota, _chunk_limit(sequence))
-            if limit < 1:
+            if self._computes_whole:
+                limit = sequence.num_uncomputed
+            if limit < 1 or (limit > budget and scheduled):  # a text that does not fit is the first of a later step
                 continue
             if sequence.request.images:
                 limit = whole_images(sequence.request.images, sequence.num_scheduled, limit)
@@ -185,7 +190,8 @@ class PhaseManager:
                 continue
             budget -= num_new
             start = sequence.num_scheduled
-            samples = slot.sample_slots if start + num_new == sequence.num_tokens else ()
+            is_drawn = start + num_new == sequence.num_tokens and sequence.request.pooling is None
+            samples = slot.sample_slots if is_drawn else ()
             scheduled.append(ScheduledSequence(slot.index, sequence, start, num_new, samples))
         return scheduled, not may_preempt and any(_behind(sequence, active) for sequence in refused)
 
@@ -281,6 +287,8 @@ def _sorted_by_phase(
             continue
         scheduled = sequence.num_computed + sequence.num_in_flight
         if sequence.finish_reason is not None:
+            continue
+        if sequence.request.pooling is not None and scheduled >= sequence.num_prompt:  # its pass is in flight
             continue
         if (
             scheduled < sequence.num_prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bifolio.cache.table_states import StatePass, StateRequest
@@ -72,6 +72,21 @@ class StepPlan:
     states: tuple[StatePass, ...] | None = None  # of `scheduled`, if the model has recurrent layers
     is_short: bool = False  # too few free blocks, and preemption has to wait for the step in flight
     is_uniform: bool = False  # every decode is known to be one token of a sequence without a group
+
+    def split(self) -> tuple[StepPlan, StepPlan]:
+        """(Sequences that generate, sequences whose hidden states are pooled); a pass of each runs in the step."""
+        pooled = [item.sequence.request.pooling is not None for item in self.scheduled]
+        if not any(pooled):
+            return self, StepPlan()
+
+        def part(wanted: bool) -> StepPlan:
+            prefills = tuple(item for item in self.prefills if (item.sequence.request.pooling is not None) == wanted)
+            states = self.states
+            if states is not None:
+                states = tuple(state for state, is_pooled in zip(states, pooled, strict=True) if is_pooled == wanted)
+            return replace(self, decodes=() if wanted else self.decodes, prefills=prefills, states=states)
+
+        return part(False), part(True)
 
     @property
     def has_plain_decodes(self) -> bool:

@@ -36,7 +36,7 @@ class ReadPrompts:
     def will_know_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill computes a prefix that this sequence shares, so that waiting saves work."""
         request, tokens, count = sequence.request, sequence.token_ids, sequence.num_tokens
-        if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self._blocks.enable_prefix_caching or request.most_cached is not None:
             return False
         return any(
             other[:end] == tokens[:end]

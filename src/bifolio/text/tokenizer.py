@@ -68,21 +68,22 @@ class Tokenizer:
         would keep the pages of a million ids with the process. The list here lives in one expression, inside of which
         the interpreter does not switch threads.
         """
-        (encoding,) = self._encodings([text], add_special_tokens)
+        (encoding,) = self.encodings([text], add_special_tokens)
         return array("i", encoding.ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text."""
-        return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
+        return [encoding.ids for encoding in self.encodings(texts, add_special_tokens)]
 
-    def _encodings(self, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
-        """Texts as the library encodes them. Releases the GIL, as `encode` of the library does not."""
+    def encodings(self, texts: Sequence[str] | Sequence[tuple[str, str]], add_special_tokens: bool) -> list[Any]:
+        """Texts, or pairs, as the library encodes them. Releases the GIL, as `encode` of the library does not."""
         try:
             found: list[Any] = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
             if not is_library_error(error):
                 raise
-            problem = surrogate_problem(texts) or f"the tokenizer refuses this text: {_first_line(error)}"
+            plain = [part for text in texts for part in ([text] if isinstance(text, str) else text)]
+            problem = surrogate_problem(plain) or f"the tokenizer refuses this text: {_first_line(error)}"
             raise RequestError(problem) from error
         return found
 

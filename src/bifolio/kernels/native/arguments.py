@@ -75,6 +75,10 @@ def native_shape(shape: AttentionShape) -> Any:
         native = native.with_value_norm(native_norm(shape.value_norm))
     if shape.queries_only:
         native = native.of_queries()
+    if shape.bidirectional:
+        native = native.both_ways()
+    if shape.bias is not None:
+        native = native.with_bias(floats(shape.bias))
     return native if shape.sinks is None else native.with_sinks(floats(shape.sinks))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,20 @@ from bifolio.kernels.native.arguments import (
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
 
-TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
+
+class BatchInput(Enum):
+    """Placeholders of the batch's arrays; the values of those that `embed` reads are their codes."""
+
+    TOKEN_IDS = 0
+    POSITIONS = 1
+    TYPES = 2  # positions // LONG_ROPE
+    LOGIT_ROWS = 3
+
+    def __floordiv__(self, divisor: int) -> BatchInput:
+        return BatchInput.TYPES
+
+    def __mod__(self, divisor: int) -> BatchInput:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +88,8 @@ class NativeOperations:
 
     # -- inputs -------------------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
-        return self.run("embed", (), table, scale, ids is POSITIONS, is_partial, ids=ids)
+        source = ids.value if isinstance(ids, BatchInput) else BatchInput.TOKEN_IDS.value
+        return self.run("embed", (), table, scale, source, is_partial, ids=ids)
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         frequencies, two_sets = floats(inverse_frequencies).reshape(-1), inverse_frequencies.ndim == 2

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch, Network, Storage, TimedOperation
-from bifolio.kernels.native.operations import LOGIT_ROWS, POSITIONS, TOKEN_IDS, NativeOperations, Register
+from bifolio.kernels.native.operations import BatchInput, NativeOperations, Register
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
@@ -22,7 +22,7 @@ class NativeProgram:
         self._kernels = kernels
         self._bound: tuple[Storage | None, Any, Any] = (None, None, None)  # the last run's storage, its native forms
         recorder = ProgramRecorder(kernels)
-        batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
+        batch = Batch(BatchInput.TOKEN_IDS, BatchInput.POSITIONS, None, (), BatchInput.LOGIT_ROWS)
         result = network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are registers, not arrays
         self._program, self._width, self._recorded = recorder.program, result.width, recorder.recorded
         self._of_tokens = not self._program.of_logit_rows(result.number)

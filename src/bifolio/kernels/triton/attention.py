@@ -21,7 +21,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.torch_attention import scale_by_position
+from bifolio.kernels.torch_attention import attend_fresh, scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.long_attention import (
     LongQueries,
@@ -128,6 +128,8 @@ class Attention:
         segment = staged.segment
         if not segment.causal:
             raise PhaseError("these kernels attend causally: run tokens that see those after them on the CPU")
+        if shape.bias is not None:
+            return attend_biased(heads, shape, segment, storage)
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         if self._deterministic and storage is not None and segment.block_tables is not None:
@@ -160,7 +162,7 @@ class Attention:
     ) -> list[LongQueries]:
         """Compute the sequences whose attention runs in parts, and return them. A captured step has none."""
         tables = staged.segment.block_tables
-        if staged.has_all_tiles or self._deterministic or storage is None or tables is None:
+        if staged.has_all_tiles or self._deterministic or storage is None or tables is None or shape.bidirectional:
             return []
         if not can_be_long(query, shape, storage):
             return []
@@ -307,3 +309,13 @@ class Attention:
         if not isinstance(values, torch.Tensor):
             return upload(np.asarray(values, dtype=np.int32), self._device)
         return values.to(device=self._device, dtype=torch.int32)
+
+
+def attend_biased(
+    heads: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+) -> torch.Tensor:
+    """Attention with a bias by distance, by torch: of whole texts, over their own keys and values."""
+    if not segment.fresh or segment.phase is AttentionPhase.DECODE:
+        raise PhaseError("attention with a bias by distance computes texts as a whole: there is no cached context")
+    tokens = slice(segment.token_start, segment.token_end)
+    return attend_fresh(Heads(*(part[tokens] for part in heads)), shape, segment)

@@ -104,6 +104,9 @@ class TritonKernels(TorchArrays):
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
 
+    def sum_rows(self, x: Array, starts: Array) -> Array:
+        return super().sum_rows(tensor(x), starts)
+
     def tap(self, x: Array, column: int, batch: Batch) -> None:
         if batch.taps is not None:
             super().tap(tensor(x), column, batch)

@@ -1,5 +1,7 @@
 # mypy: disallow-untyped-decorators=False
-"""Prefill attention: packed sequences of any lengths, causal, over fresh keys and values or over the paged context.
+"""Prefill attention: packed sequences of any lengths, over fresh keys and values or over the paged context.
+
+It is causal, or bidirectional over whole texts.
 
     queries  |<- sequence 0 ->|<--- sequence 1 --->|<- 2 ->|
     tiles    |<- 0 ->|<- 1 ->||<- 2 ->|<- 3 ->|<-4->|<- 5 ->|     a tile never spans two sequences
@@ -101,6 +103,7 @@ def _prefill_kernel(
     CAP: tl.constexpr,  # of scores; 0: none
     HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode; 0: one piece
+    BIDIRECTIONAL: tl.constexpr = False,
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
@@ -124,6 +127,11 @@ def _prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW + 1, 0) // ALIGN * ALIGN
     whole = (lowest + 1) // TILE * TILE
+    if BIDIRECTIONAL:
+        end = context
+        whole = context // TILE * TILE
+        if WINDOW > 0:
+            end = tl.minimum(lowest + ROWS + WINDOW, context)
     if WINDOW > 0:
         whole = begin
     if FIXED > 0:
@@ -135,7 +143,7 @@ def _prefill_kernel(
             weight, part_total, values_mixed = _mix_tokens(
                 q, keys, values, table, piece, tl.minimum(tl.maximum(whole, piece), last), last, end, start_query,
                 position, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK,
-                TILE, WINDOW, FRESH, PRECISION, CAP,
+                TILE, WINDOW, FRESH, PRECISION, CAP, BIDIRECTIONAL,
             )  # fmt: skip
             weight = tl.where(part_total > 0, weight + tl.log2(part_total), -float("inf"))
             values_mixed = values_mixed / tl.where(part_total > 0, part_total, 1.0)[:, None]
@@ -144,6 +152,7 @@ def _prefill_kernel(
         highest, total, mixed = _mix_tokens(
             q, keys, values, table, begin, whole, end, end, start_query, position, kv_head, dim, key_stride,
             value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP,
+            BIDIRECTIONAL,
         )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
@@ -179,6 +188,7 @@ def _mix_tokens(
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    BIDIRECTIONAL: tl.constexpr,
 ) -> tl.tensor:
     """The online softmax over the tokens from `begin` to `last`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -200,6 +210,10 @@ def _mix_tokens(
     for start in tl.range(whole, last, TILE):
         other = start + tl.arange(0, TILE)
         visible = position[:, None] >= other[None, :]
+        if BIDIRECTIONAL:
+            visible = (position[:, None] >= 0) & (other[None, :] < end)
+            if WINDOW > 0:
+                visible = visible & (other[None, :] - position[:, None] < WINDOW)
         if WINDOW > 0:
             visible = visible & (position[:, None] - other[None, :] < WINDOW)
         if FRESH:
@@ -308,6 +322,7 @@ def prefill_attention(
         CAP=cap,
         HAS_SINKS=shape.sinks is not None,
         FIXED=FIXED_PIECE if fixed else 0,
+        BIDIRECTIONAL=shape.bidirectional,
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
     )
@@ -329,6 +344,7 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and (shape.window is None or shape.window >= segment.max_query_len)
         and shape.head_dim <= 128
         and not shape.softcap
+        and not shape.bidirectional
         and shape.sinks is None
         and shape.head_dim % 8 == 0
     )

@@ -29,22 +29,29 @@ def all_families() -> tuple[Family, ...]:
     return families
 
 
+def _known() -> tuple[Family, ...]:
+    """The families of decoders, and those of encoders."""
+    from bifolio.model.encoders import all_encoders
+
+    return all_families() + all_encoders()
+
+
 def family_named(name: str) -> Family | None:
     """The family with this `ModelConfig.architecture`."""
-    return _by_name(all_families(), lambda family: (family.name,)).get(name)
+    return _by_name(_known(), lambda family: (family.name,)).get(name)
 
 
 def family_of(config: ModelConfig) -> Family:
     """The family of a network."""
     family = family_named(config.architecture)
     if family is None:
-        raise _unsupported(config.architecture, (known.name for known in all_families()))
+        raise _unsupported(config.architecture, (known.name for known in _known()))
     return family
 
 
 def family_of_hf(model_type: object) -> Family:
     """The family of a `model_type` in config.json."""
-    known = _by_name(all_families(), lambda family: family.hf_types)
+    known = _by_name(_known(), lambda family: family.hf_types)
     if not isinstance(model_type, str) or model_type not in known:
         raise _unsupported(model_type, known)
     return known[model_type]
@@ -52,7 +59,7 @@ def family_of_hf(model_type: object) -> Family:
 
 def family_of_gguf(architecture: str, path: str) -> Family:
     """The family of a `general.architecture` in the GGUF file at `path`."""
-    known = _by_name(all_families(), lambda family: family.gguf_architectures)
+    known = _by_name(_known(), lambda family: family.gguf_architectures)
     if architecture not in known:
         raise _unsupported(architecture, known, f"{path}: ")
     return known[architecture]

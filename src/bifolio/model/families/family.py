@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.model.decoder_fields import DECODER
@@ -48,6 +48,15 @@ def fresh_decoder(architecture: str, *, hidden_size: int, num_heads: int, **fiel
     return ModelConfig(architecture, hidden_size=hidden_size, num_heads=num_heads, **{**usual, **fields})
 
 
+class HeadLayer(NamedTuple):
+    """A layer between the pooled hidden state and the scores of a classifier."""
+
+    name: str
+    activation: str = ""
+    norm: str = ""
+    bias: bool = True
+
+
 def nothing() -> Any:
     """The default of a table."""
     return field(default_factory=dict)
@@ -87,6 +96,8 @@ class Family:
     folder_factors: Callable[[ModelConfig, str], Factors | None] = no_factors  # of the rows of a matrix, put into it
     folder_form: Callable[[ModelConfig], StoredForm] = plain_form  # of joined rows in `folder_source`, for training
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
+
+    hf_head: tuple[HeadLayer, ...] = (HeadLayer("score", bias=False),)  # of folders for classification of sequences
 
     # -- GGUF files
     gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,34 +13,21 @@ from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.integer_weights import IntegerMap, read_packing
+from bifolio.model.huggingface.json_file import read_json
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import Tensors, open_safetensors
 from bifolio.model.huggingface.scaled_tensors import FolderMap, read_block
+from bifolio.model.huggingface.sentence_folder import read_pooling, without_language_head
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
-from bifolio.model.model_file import ModelFile
+from bifolio.model.model_file import ModelFile, TensorSource
 from bifolio.model.vision.families import vision_of
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import Vision
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
-MAX_JSON_BYTES = 64 << 20
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of bounded size."""
-    if not path.is_file():
-        raise ModelFileError(f"{path} is missing: a model folder needs config.json and *.safetensors files")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelFileError(f"{path} has {path.stat().st_size} bytes, more than the {MAX_JSON_BYTES} allowed")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} must hold a JSON object")
-    return value
+__all__ = ["FolderTensors", "folder_tensors", "load_folder", "open_folder", "read_json", "with_generation_ids"]
 
 
 def load_folder(folder: Path) -> LoadedModel:
@@ -54,6 +40,8 @@ def open_folder(folder: Path) -> ModelFile:
     raw = read_json(folder / "config.json")
     config = config_from_hf(raw, folder / "config.json")
     tensors = folder_tensors(folder, raw)
+    config = without_language_head(config, raw)
+    pooling = read_pooling(folder, raw, config)
     towers = TowerTensors(tensors)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
@@ -63,13 +51,15 @@ def open_folder(folder: Path) -> ModelFile:
         generation_config=generation,
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
+        pooling=pooling.config,
         vision=_vision(folder, raw) if towers.has_tower else None,
     )
     family = family_of(config)
-    source = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
+    source: TensorSource = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
     factors = partial(family.folder_factors, config)
     tower = (lambda: None) if text.vision is None else partial(text.vision.load, towers)
-    return ModelFile(text, family.hf_names, family.folder_source(source, config), factors, tower)
+    source = family.folder_source(source, config)
+    return ModelFile(text, family.hf_names, source, factors, tower, partial(pooling.weights, config, family))
 
 
 def folder_tensors(folder: Path, config: Mapping[str, Any] | None = None) -> FolderMap:

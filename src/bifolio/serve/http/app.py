@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import re
 import secrets
@@ -13,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -30,7 +28,7 @@ from bifolio.serve.http.encoding import JsonList
 from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.exchange import decode, read_body, send_bytes, send_json
 from bifolio.serve.http.hosts import HostGuard
-from bifolio.serve.http.running import run_call, tenant_of, unless_gone
+from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.sampling import request_defaults
 from bifolio.serve.http.tools import ToolPlan
 from bifolio.serve.http.turn import chat_tokens
@@ -133,21 +131,6 @@ class Handlers:
         call = await chat_calls.prepare(self._context, request, tenant_of(scope))
         await run_call(self._context, call, scope, receive, send)
 
-    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = self._context
-        request = decode(await read_body(scope, receive, context.limits), p.EmbeddingRequest)
-        context.check_model(request.model)
-        size = context.model.config.hidden_size
-        if request.dimensions not in (None, size):
-            raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
-        inputs = [tokens for _, tokens in await completion_calls.read_prompts(context, request.input, True)]
-        with context.admission(tenant_of(scope), len(inputs)):
-            work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
-            vectors = await unless_gone(work, receive, context.limits.request_timeout)
-        data = [r.EmbeddingItem(index, _embedding(raw, request.encoding_format)) for index, raw in enumerate(vectors)]
-        count = sum(map(len, inputs))
-        await send_json(send, r.EmbeddingList(data, context.name, r.EmbeddingUsage(count, count)))
-
     # -- text and tokens -----------------------------------------------------------------------------------------------
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
@@ -231,17 +214,9 @@ class Handlers:
         await live_events(self._context, scope, receive, send)
 
 
-def _embedding(raw: bytes, encoding: str) -> list[float] | str:
-    if encoding == "base64":
-        return base64.b64encode(raw).decode()
-    values: list[float] = np.frombuffer(raw, dtype="<f4").astype(float).tolist()
-    return values
-
-
 ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handler
     ("/v1/completions", "POST", "completions"),
     ("/v1/chat/completions", "POST", "chat_completions"),
-    ("/v1/embeddings", "POST", "embeddings"),
     ("/v1/models", "GET", "models"),
     ("/v1/models/{name:path}", "GET", "model"),
     ("/tokenize", "POST", "tokenize"),

@@ -208,12 +208,12 @@ class EngineConnection:
         if self._link is not None:
             self._link.send(m.Stop(request_id, index, stop_reason))
 
-    async def embed(self, token_ids: list[int]) -> bytes:
-        """f32[hidden] as bytes, of length 1."""
+    async def embed(self, token_ids: list[int], pooling: m.Pooling | None = None) -> bytes:
+        """f32[d] as bytes; of other tasks f32[tokens, d], or f32[labels]."""
         request_id = self.new_id()
         self._num_embeddings += 1
         try:
-            answer: m.Embedding = await self._ask(request_id, m.Embed(request_id, token_ids))
+            answer: m.Embedding = await self._ask(request_id, m.Embed(request_id, token_ids, pooling or m.Pooling()))
         finally:
             self._num_embeddings -= 1
         return answer.vector

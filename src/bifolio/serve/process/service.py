@@ -17,21 +17,19 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import BifolioError, FaultKind, GrammarError, ModelOutputError, RequestError
+from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
 from bifolio.long_rope import short_context
+from bifolio.pooling_params import PoolingParams
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
-from bifolio.serve.process.embedding import EmbeddingQueue
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import ended, final_pieces, is_chosen_late, packed, without_text
@@ -73,7 +71,7 @@ class EngineService:
     transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
-    _embeddings: EmbeddingQueue = field(init=False)
+    _pooled: dict[str, Request] = field(init=False, default_factory=dict)  # requests for vectors and scores
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
@@ -85,7 +83,6 @@ class EngineService:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._branches = BranchTable(self.llm.branches, self.send)
-        self._embeddings = EmbeddingQueue(self.llm.engine)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
 
@@ -133,7 +130,7 @@ class EngineService:
         elif isinstance(message, m.Stop):
             self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
         elif isinstance(message, m.Embed):
-            self._post(message.id, lambda engine: self._embed(message))
+            self._post(message.id, lambda engine: self._embed(engine, message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
@@ -276,30 +273,32 @@ class EngineService:
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
         for request_id in ids:
             self._compiling.pop(request_id, None)
-            self._embeddings.abort(request_id)
             self._forget(request_id)
             engine.abort(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
+        self._pooled.pop(request_id, None)
         self._unstarted.discard(request_id)
 
-    def _embed(self, message: m.Embed) -> None:
-        def done(vector: np.ndarray | None, error: Exception | None) -> None:
-            if vector is not None:
-                self.send(m.Embedding(message.id, vector.astype("<f4").tobytes()))
-            else:
-                logger.error("an embedding failed", exc_info=error)
-                fault, reason = FaultKind.ENGINE_ERROR, f"the computation failed: {type(error).__name__}"
-                if isinstance(error, ModelOutputError):
-                    fault, reason = error.fault, str(error)
-                self.send(m.Refused(message.id, fault, reason))
-
+    def _embed(self, engine: InferenceEngine, message: m.Embed) -> None:
+        asked, turn = message.pooling, self._turns.next(message.pooling.key)
+        options: RequestOptions = {
+            "turn": turn, "owner": asked.share, "salt": asked.salt, "second_start": asked.second_start,
+        }  # fmt: skip
+        params = PoolingParams(asked.dimensions, asked.use_activation, task=asked.task)
         try:
-            self._embeddings.add(message.id, message.token_ids, done)
-        except RequestError as error:
+            self._pooled[message.id] = engine.add_request(message.id, message.token_ids, params, **options)
+        except BifolioError as error:
             self._refuse(message.id, error)
-        self.thread.background = self._embeddings.advance
+
+    def _send_pooled(self, request: Request) -> None:
+        """Send the result of a finished request for a vector or scores."""
+        self._turns.started(request.turn)
+        if request.fault is not None:
+            self.send(m.Refused(request.request_id, request.fault, request.error or ""))
+        elif request.pooling.value is not None:
+            self.send(m.Embedding(request.request_id, request.pooling.value.astype("<f4", copy=False).tobytes()))
 
     def _look(self, engine: InferenceEngine, look_id: str) -> None:
         slots, waiting = slots_of(engine), waiting_of(engine)
@@ -324,6 +323,8 @@ class EngineService:
                 if not live.final_only:
                     urgent.append(live)
         ended = [result.request_id for result in results if result.finished]
+        for pooled in [self._pooled.pop(each) for each in ended if each in self._pooled]:
+            self._send_pooled(pooled)
         urgent += [self._live[request_id] for request_id in ended if request_id in self._live]
         if self._pace.is_due(time.monotonic(), len(self._live)):
             self._send_news(list(self._live.values()))

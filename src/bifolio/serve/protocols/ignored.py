@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 
-from bifolio.serve.protocols import anthropic_types, llama_cpp_types, ollama_types, openai_types, responses_types
+from bifolio.serve.protocols import (
+    anthropic_types,
+    llama_cpp_types,
+    ollama_types,
+    openai_types,
+    pooling_types,
+    responses_types,
+)
 
 TABLES: dict[str, openai_types.Ignored] = {  # by the name of the protocol
     "OpenAI": openai_types.IGNORED,
@@ -18,6 +25,7 @@ TABLES: dict[str, openai_types.Ignored] = {  # by the name of the protocol
     "Anthropic": anthropic_types.IGNORED,
     "ollama": ollama_types.IGNORED,
     "llama.cpp": llama_cpp_types.IGNORED,
+    "rerankers and classifiers": pooling_types.IGNORED,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,26 +9,27 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import numpy as np
-
 from bifolio import __version__
+from bifolio.api.messages import Pooling
 from bifolio.serve.http.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import bad_request
 from bifolio.serve.http.events import Event
 from bifolio.serve.http.exchange import Framing, decode, read_body, send_json
 from bifolio.serve.http.generation import Job, Run, Scores, Whole
-from bifolio.serve.http.running import run_call, tenant_of, unless_gone
+from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.turn import Turn, prepare
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.chat import token_logprobs
 from bifolio.serve.protocols.common import RouteRow, given, json_line, refuse_others
 from bifolio.serve.protocols.completions import prepare as prepare_completion
+from bifolio.serve.protocols.embeddings import encoded, pooled, shown
 from bifolio.serve.protocols.ollama_models import ROUTES as MODEL_ROUTES
 from bifolio.serve.protocols.ollama_types import (
     NEUTRAL,
     EmbedRequest,
     GenerateRequest,
+    OldEmbedRequest,
     OllamaBase,
     OllamaChatRequest,
     OllamaMessage,
@@ -278,27 +278,25 @@ async def chat(context: ServerContext, scope: Scope, receive: Receive, send: Sen
 async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), EmbedRequest)
     context.check_model(request.model.removesuffix(":latest"))
-    size = context.model.config.hidden_size
-    if request.dimensions not in (None, 0, size):
-        raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
     began = time.perf_counter()
-    texts = [request.input] if isinstance(request.input, str) else request.input
-    most = context.max_model_len
-    if request.truncate is False:
-        inputs = await context.tokenizers.encode(texts, True, most)
-        if (longest := max(map(len, inputs))) > most:
-            message = (
-                f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
-            )
-            raise bad_request(message, "truncate", "context_length_exceeded")
-    else:
-        inputs = await context.tokenizers.encode_beginnings(texts, most)
-    with context.admission(tenant_of(scope), len(inputs)):
-        work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
-        vectors = await unless_gone(work, receive, context.limits.request_timeout)
-    found = [np.frombuffer(raw, dtype="<f4").astype(float).tolist() for raw in vectors]
-    body = {"model": context.name, "embeddings": found, "prompt_eval_count": sum(map(len, inputs)), "load_duration": 0}
+    inputs = await encoded(context, request.input, None if request.truncate is False else -1)
+    most, longest = context.max_model_len, max(len(text.token_ids) for text in inputs)
+    if longest > most:
+        message = f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
+        raise bad_request(message, "truncate", "context_length_exceeded")
+    raw = await pooled(context, inputs, Pooling("embed", request.dimensions or None), scope, receive)
+    count = sum(len(text.token_ids) for text in inputs)
+    found = [shown(each, "float") for each in raw]
+    body = {"model": context.name, "embeddings": found, "prompt_eval_count": count, "load_duration": 0}
     await send_json(send, body | {"total_duration": _nanoseconds(time.perf_counter() - began)})
+
+
+async def embed_one(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    """The older form, of one text."""
+    request = decode(await read_body(scope, receive, context.limits), OldEmbedRequest)
+    context.check_model(request.model.removesuffix(":latest"))
+    raw = await pooled(context, await encoded(context, request.prompt, -1, name="prompt"), Pooling(), scope, receive)
+    await send_json(send, {"embedding": shown(raw[0], "float")})
 
 
 async def version(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -309,6 +307,7 @@ ROUTES: tuple[RouteRow, ...] = (
     ("/api/generate", "POST", generate),
     ("/api/chat", "POST", chat),
     ("/api/embed", "POST", embed),
+    ("/api/embeddings", "POST", embed_one),
     ("/api/version", "GET", version),
     *MODEL_ROUTES,
 )

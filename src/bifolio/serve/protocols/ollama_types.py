@@ -117,7 +117,14 @@ class EmbedRequest(Strict, kw_only=True):
     truncate: bool | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive | None = None
-    dimensions: Count | None = None  # only the model's own
+    dimensions: Count | None = None  # the first ones of the model's; 0: all
+
+
+class OldEmbedRequest(Strict, kw_only=True):
+    model: Name
+    prompt: Text
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive | None = None
 
 
 class ShowRequest(Strict, kw_only=True):
@@ -152,6 +159,7 @@ IGNORED: Ignored = {
     OllamaBase: {"keep_alive": ONE_MODEL},
     OllamaFunction: {"index": "calls are in the order of the list"},
     EmbedRequest: {"options": "embeddings are not sampled", "keep_alive": ONE_MODEL},
+    OldEmbedRequest: {"options": "embeddings are not sampled", "keep_alive": ONE_MODEL},
     ShowRequest: {"verbose": "the answer has everything that there is"},
     PullRequest: {"insecure": "files are checked by their digests"},
 }  # fmt: skip

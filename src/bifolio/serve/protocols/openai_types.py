@@ -229,7 +229,10 @@ class EmbeddingRequest(Strict, kw_only=True):
     input: Prompts
     model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Count | None = None  # only the model's own
+    dimensions: Annotated[int, Meta(ge=1)] | None = None  # the first ones of the model's
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # beyond OpenAI: -1 as many as the model takes
+    normalize: bool | None = None  # beyond OpenAI: vectors have a length of 1
+    prompt_name: Name | None = None  # beyond OpenAI: of a prompt in the model's files that is put before each text
     user: Name | None = None
 
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import anthropic, branches, llama_cpp, ollama, openai_responses, rollouts
+from bifolio.serve.protocols import (
+    anthropic,
+    branches,
+    embeddings,
+    llama_cpp,
+    ollama,
+    openai_responses,
+    rollouts,
+    scores,
+)
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
+    *embeddings.ROUTES,
+    *scores.ROUTES,
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
     *branches.ROUTES,

@@ -18,9 +18,18 @@ from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppReque
 from bifolio.serve.protocols.ollama_types import (
     EmbedRequest,
     GenerateRequest,
+    OldEmbedRequest,
     OllamaChatRequest,
     PullRequest,
     ShowRequest,
+)
+from bifolio.serve.protocols.pooling_types import (
+    ClassifyRequest,
+    EmbedInputs,
+    PoolingRequest,
+    PredictInputs,
+    RerankRequest,
+    ScoreRequest,
 )
 from bifolio.serve.protocols.responses_types import ResponsesRequest
 
@@ -79,6 +88,16 @@ PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/api/generate", "post", "Answer a prompt (ollama)", GenerateRequest),
     ("/api/chat", "post", "Answer a conversation (ollama)", OllamaChatRequest),
     ("/api/embed", "post", "Embed texts (ollama)", EmbedRequest),
+    ("/api/embeddings", "post", "Embed a text (ollama, the older form)", OldEmbedRequest),
+    ("/v1/rerank", "post", "Sort documents by their relevance to a query (Jina, Cohere)", RerankRequest),
+    ("/v2/rerank", "post", "The same as /v1/rerank", RerankRequest),
+    ("/rerank", "post", "The same, also in the form of text-embeddings-inference", RerankRequest),
+    ("/v1/score", "post", "Score pairs of texts (vLLM)", ScoreRequest),
+    ("/score", "post", "The same as /v1/score", ScoreRequest),
+    ("/classify", "post", "Classify texts (vLLM)", ClassifyRequest),
+    ("/pooling", "post", "Vectors of tokens, or of texts (vLLM)", PoolingRequest),
+    ("/embed", "post", "Embed texts (text-embeddings-inference)", EmbedInputs),
+    ("/predict", "post", "Classify texts or pairs (text-embeddings-inference)", PredictInputs),
     ("/api/tags", "get", "The model that is served (ollama)", None),
     ("/api/ps", "get", "The model that is loaded (ollama)", None),
     ("/api/show", "post", "Describe the model (ollama)", ShowRequest),

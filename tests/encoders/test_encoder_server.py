@@ -1,0 +1,101 @@
+"""Encoders behind the server: every call for vectors and scores gives those of `LLM`."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from encoder_models import TEXTS, encoder_model
+from serving import RunningServer, running_server
+
+from bifolio import LLM, PoolingParams
+
+ENGINE = {"max_model_len": 64, "num_blocks": 64, "max_num_seqs": 16, "chunk_size": 256, "kernels": "native"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    folder = encoder_model("bert")[1]
+    with running_server(engine={**ENGINE, "model": str(folder)}, model_name="encoder") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected() -> np.ndarray:
+    with LLM(encoder_model("bert")[1]) as llm:
+        return np.stack([result.outputs.data for result in llm.embed(list(TEXTS))])
+
+
+def post(server: RunningServer, path: str, **body: Any) -> Any:
+    answer = server.http().post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_vectors_of_every_protocol(server: RunningServer, expected: np.ndarray) -> None:
+    texts = list(TEXTS)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    found = client.embeddings.create(model="encoder", input=texts)  # asks for base64
+    assert np.array_equal(np.array([item.embedding for item in found.data], np.float32), expected)
+    plain = post(server, "/v1/embeddings", input=texts, encoding_format="base64")["data"]
+    assert b"".join(base64.b64decode(item["embedding"]) for item in plain) == expected.tobytes()
+    cut = np.array(client.embeddings.create(model="encoder", input=texts[1], dimensions=12).data[0].embedding)
+    assert np.abs(cut - expected[1, :12] / np.linalg.norm(expected[1, :12])).max() < 1e-6
+    ids = post(server, "/tokenize", prompt=texts[1])["tokens"]
+    assert np.array_equal(post(server, "/v1/embeddings", input=[ids])["data"][0]["embedding"], expected[1])
+    assert np.array_equal(post(server, "/embed", inputs=texts), expected)
+    assert np.array_equal(post(server, "/api/embed", model="encoder", input=texts)["embeddings"], expected)
+    assert np.array_equal(post(server, "/api/embeddings", model="encoder", prompt=texts[0])["embedding"], expected[0])
+    tokens = post(server, "/pooling", input=texts[1])["data"][0]["data"]
+    assert np.array(tokens).shape == (len(ids), 48)
+
+
+def test_texts_are_ranked_by_their_cosines(server: RunningServer, expected: np.ndarray) -> None:
+    cosines = expected.astype(np.float64) @ expected[0].astype(np.float64)
+    order = np.argsort(-cosines).tolist()
+    found = post(server, "/v1/rerank", query=TEXTS[0], documents=list(TEXTS), return_documents=True, top_n=3)["results"]
+    assert [item["index"] for item in found] == order[:3]
+    assert [item["document"]["text"] for item in found] == [TEXTS[index] for index in order[:3]]
+    assert np.abs(np.array([item["relevance_score"] for item in found]) - cosines[order[:3]]).max() < 1e-6
+    tei = post(server, "/rerank", query=TEXTS[0], texts=list(TEXTS))
+    assert [item["index"] for item in tei] == order
+    scored = post(server, "/score", text_1=TEXTS[0], text_2=list(TEXTS))["data"]
+    assert np.abs(np.array([item["score"] for item in scored]) - cosines).max() < 1e-6
+
+
+def test_refusals(server: RunningServer) -> None:
+    http = server.http()
+    for path, body, said in (
+        ("/v1/completions", {"prompt": "the fox"}, "generates no text"),
+        ("/v1/embeddings", {"input": "fox " * 90}, "92 tokens and 64 fit"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 100}, "the vectors of this model have 48"),
+        ("/v1/embeddings", {"input": "x", "prompt_name": "query"}, "no prompt 'query'"),
+        ("/classify", {"input": "x"}, "no classifier"),
+        ("/rerank", {"query": "x"}, "needs documents, or texts"),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, (path, answer.text)
+        assert said in answer.text
+    assert len(post(server, "/v1/embeddings", input="fox " * 90, truncate_prompt_tokens=-1)["data"]) == 1
+
+
+def test_a_reranker_and_a_classifier() -> None:
+    pairs = [[TEXTS[0], text] for text in TEXTS]
+    folder = encoder_model("bert", "SequenceClassification", num_labels=1)[1]
+    with LLM(folder) as llm:
+        scores = [result.outputs.score for result in llm.score(TEXTS[0], list(TEXTS))]
+        raw = llm.score(TEXTS[0], TEXTS[1], pooling_params=PoolingParams(use_activation=False))[0].outputs.score
+    with running_server(engine={**ENGINE, "model": str(folder)}) as server:
+        found = post(server, "/v1/score", text_1=TEXTS[0], text_2=list(TEXTS))["data"]
+        assert [item["score"] for item in found] == scores
+        predicted = post(server, "/predict", inputs=pairs)
+        assert [each[0]["score"] for each in predicted] == scores
+        ranked = post(server, "/rerank", query=TEXTS[0], texts=[TEXTS[1]], raw_scores=True)
+        assert ranked[0]["score"] == raw
+        labels = post(server, "/classify", input=TEXTS[1])["data"][0]
+        assert (labels["label"], labels["num_classes"]) == ("LABEL_0", 1)
