@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.adapter_salt import salt_of_adapter
 from bifolio.errors import FaultKind
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.long_rope import salt_of_rope
@@ -260,13 +261,14 @@ class Sequence:
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request that do not change its output; `Request` has their meaning and defaults."""
+    """The options of a request beside its prompt and parameters; `Request` has their meaning and defaults."""
 
     prompt: str | None
     priority: int
     turn: float
     owner: str
     salt: bytes
+    adapter: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -284,6 +286,7 @@ class Request:
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
     rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)
+    adapter: Any = None  # the low-rank adapter of its network (`engine.adapters.LoadedAdapter`); None: the base
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
     prompt_scores: LogprobRecords | None = None  # of the prompt's tokens from the second on, as far as computed
@@ -306,8 +309,8 @@ class Request:
 
     @property
     def cache_salt(self) -> bytes:
-        """The salt of the digests of its blocks: keys that the two sets of LongRoPE rotated are never shared."""
-        return salt_of_rope(self.rope, self.salt)
+        """The salt of the digests of its blocks: keys of two adapters, or of the two sets of LongRoPE, are never shared."""
+        return salt_of_adapter(self.adapter, salt_of_rope(self.rope, self.salt))
 
     @property
     def is_finished(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_args import EngineArgs
 from bifolio.api.generation import Generation, GrowingOutput
-from bifolio.api.llm import LLM
+from bifolio.api.llm import LLM, LoRA
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.api.prompts import Prompt, as_prompts, beam_params
 from bifolio.beam_params import BeamSearchParams
@@ -23,7 +23,7 @@ from bifolio.engine.thread import EngineThread
 from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import RequestOutputKind, SamplingParams
-from bifolio.sequence import Request, StepResult
+from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.text.chat_template import Message
 
 
@@ -72,6 +72,7 @@ class AsyncLLM:
         *,
         prompt: Prompt | None = None,
         priority: int = 0,
+        lora_request: LoRA = None,
     ) -> Generation:
         """Complete every prompt.
 
@@ -83,8 +84,8 @@ class AsyncLLM:
             raise RequestError("prompt is another name of prompts: pass one of them")
         wanted: Any = prompts if prompt is None else prompt
         return Generation(
-            lambda: self._finished(wanted, sampling_params, priority, request_id),
-            lambda: self._growing(wanted, sampling_params, priority, request_id),
+            lambda: self._finished(wanted, sampling_params, priority, request_id, lora_request),
+            lambda: self._growing(wanted, sampling_params, priority, request_id, lora_request),
         )
 
     async def beam_search(
@@ -92,13 +93,17 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Run a beam search for every prompt, as `LLM.beam_search` does."""
         batch = as_prompts(prompts)
-        return await self._ended(*await self._add(batch, beam_params(params, len(batch)), 0, request_id))
+        return await self._ended(*await self._add(batch, beam_params(params, len(batch)), 0, request_id, lora_request))
 
-    async def _finished(self, prompts: Any, params: Any, priority: int, request_id: str | None) -> list[RequestOutput]:
-        return await self._ended(*await self._start(prompts, params, priority, request_id))
+    async def _finished(
+        self, prompts: Any, params: Any, priority: int, request_id: str | None, lora_request: LoRA
+    ) -> list[RequestOutput]:
+        return await self._ended(*await self._start(prompts, params, priority, request_id, lora_request))
 
     async def _ended(self, requests: list[Request], channel: _Channel) -> list[RequestOutput]:
         try:
@@ -109,9 +114,9 @@ class AsyncLLM:
             self._forget(requests)
 
     async def _growing(
-        self, prompts: Any, params: Any, priority: int, request_id: str | None
+        self, prompts: Any, params: Any, priority: int, request_id: str | None, lora_request: LoRA
     ) -> AsyncIterator[RequestOutput]:
-        requests, channel = await self._start(prompts, params, priority, request_id)
+        requests, channel = await self._start(prompts, params, priority, request_id, lora_request)
         growing = {request.request_id: GrowingOutput(request, self.llm.decode_token) for request in requests}
         open_ends = sum(len(request.sequences) for request in requests)
         try:
@@ -130,9 +135,10 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRA = None,
     ) -> AsyncIterator[tuple[int, StepResult]]:
         """Yield (index of the prompt, `StepResult`) after every step. Leaving the loop aborts the requests."""
-        requests, channel = await self._start(prompts, sampling_params, priority)
+        requests, channel = await self._start(prompts, sampling_params, priority, None, lora_request)
         number = {request.request_id: index for index, request in enumerate(requests)}
         open_ends = sum(len(request.sequences) for request in requests)
         try:
@@ -149,6 +155,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -156,7 +163,7 @@ class AsyncLLM:
         for conversation in conversations:
             tokens = await asyncio.to_thread(self.llm.chat_tokens, conversation, tools=tools)
             prompts.append({"prompt_token_ids": tokens})
-        return await self.generate(prompts, sampling_params)
+        return await self.generate(prompts, sampling_params, lora_request=lora_request)
 
     # -- state --------------------------------------------------------------------------------------------------------
     def default_params(self, **explicit: Any) -> SamplingParams:
@@ -199,10 +206,11 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int,
-        request_id: str | None = None,
+        request_id: str | None,
+        lora_request: LoRA,
     ) -> tuple[list[Request], _Channel]:
         batch = as_prompts(prompts)
-        return await self._add(batch, self.llm.params_for(batch, params), priority, request_id)
+        return await self._add(batch, self.llm.params_for(batch, params), priority, request_id, lora_request)
 
     async def _add(
         self,
@@ -210,9 +218,11 @@ class AsyncLLM:
         each: Sequence[SamplingParams | BeamSearchParams],
         priority: int,
         request_id: str | None,
+        lora_request: LoRA,
     ) -> tuple[list[Request], _Channel]:
         """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
         inputs, each = await asyncio.to_thread(lambda: self.llm.resolved(batch, each))
+        adapters = await asyncio.to_thread(self.llm.adapters_for, lora_request, len(batch))
         ids = [f"async-{next(self._ids)}" for _ in batch]
         if request_id is not None:
             ids = [request_id if not number else f"{request_id}-{number}" for number in range(len(batch))]
@@ -221,8 +231,9 @@ class AsyncLLM:
         def add(engine: InferenceEngine) -> list[Request]:
             requests: list[Request] = []
             try:
-                for new_id, (text, tokens), one in zip(ids, inputs, each, strict=True):
-                    requests.append(engine.add_request(new_id, tokens, one, prompt=text, priority=priority))
+                for new_id, (text, tokens), one, adapter in zip(ids, inputs, each, adapters, strict=True):
+                    options: RequestOptions = {"prompt": text, "priority": priority, "adapter": adapter}
+                    requests.append(engine.add_request(new_id, tokens, one, **options))
                     self._channels[new_id] = channel
             except BaseException:
                 self._end(engine, requests)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import Hello, Picture, Recalled, Start
+from bifolio.api.messages import AdapterInfo, Hello, Picture, Recalled, Start
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -49,6 +49,11 @@ class EngineClient(Protocol):
     @property
     def hello(self) -> Hello | None:
         """The sizes of the engine that is ready; None while there is none."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The low-rank adapters of the engine, as of the last heartbeat."""
         ...
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bifolio.api.vllm_options import cache_dtype, weight_dtype
-from bifolio.config import CacheConfig, EngineConfig, SpeculativeConfig
+from bifolio.config import AdapterConfig, CacheConfig, EngineConfig, SpeculativeConfig
 from bifolio.engine.build import resolve_sizes
 from bifolio.engine.memory import default_threads
 from bifolio.engine.parallel.commands import command_bytes
@@ -45,6 +45,7 @@ class EngineOptions:
     speculative: SpeculativeConfig | None
     quantization: str | None = None  # of dense layers on a GPU
     tensor_parallel_size: int = 1
+    adapters: AdapterConfig = AdapterConfig()
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -87,6 +88,7 @@ class EngineOptions:
             device=kernels.device,
             speculative=self.speculative,
             warm_up=self.warm_up,
+            adapters=self.adapters,
         )
 
     def _threads(self, threads: int | None) -> int:

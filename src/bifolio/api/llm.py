@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
+from bifolio.api.lora import LoRARequest, adapters_for
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.prompts import (
     Params,
@@ -28,7 +29,8 @@ from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import NUMERICS, SpeculativeConfig
+from bifolio.config import MAX_LORA_RANK, MAX_LORAS, NUMERICS, AdapterConfig, SpeculativeConfig
+from bifolio.engine.adapters import AdapterSource, LoadedAdapter
 from bifolio.engine.build import build_engine
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import check_threads, parse_bytes
@@ -45,6 +47,8 @@ from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
 
+LoRA: TypeAlias = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+
 
 class LLM:
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
@@ -59,7 +63,9 @@ class LLM:
     `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for output that depends on
     the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
     each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
-    request. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only
+    request. `lora_modules` are low-rank adapters by name, each a path or a list of (path, factor) that are added
+    (docs/lora.md); a request names one with `lora_request`. `max_loras` of them are in memory, others are read again on
+    use; unknown names are looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only
     vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all)
     while weights are prepared.
     """
@@ -90,6 +96,10 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
         speculative_config: Mapping[str, Any] | None = None,
+        lora_modules: Mapping[str, AdapterSource] | None = None,
+        max_loras: int = MAX_LORAS,
+        max_lora_rank: int = MAX_LORA_RANK,
+        lora_dir: str | Path | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
         warm_up: bool = True,
@@ -110,6 +120,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
+            adapters=AdapterConfig(max_loras, max_lora_rank, None if lora_dir is None else str(lora_dir)),
         )  # fmt: skip
         activations = activations_for(activations, self.model.config.num_parameters)
         kernel_set = options.kernels(kernels, device, threads, activations)
@@ -126,7 +137,10 @@ class LLM:
             rounded, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
+        for name, source in (lora_modules or {}).items():
+            engine.adapters.load(name, source)
         self._seeds = None if seed is None else random.Random(seed)
+        self.lora: LoRA = None  # of calls that name no adapter
         if verbose:
             self.print_plan()
 
@@ -151,12 +165,13 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results have the order of the prompts."""
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
-        return self._run(batch, params, priorities, use_tqdm)
+        return self._run(batch, params, priorities, use_tqdm, lora_request)
 
     def beam_search(
         self,
@@ -164,13 +179,14 @@ class LLM:
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Run a beam search for every prompt; `.outputs` are sorted best first and have a `.score`.
 
         They are fewer than asked for where fewer texts are possible. A search without any has an `.error`.
         """
         batch = as_prompts(prompts)
-        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm)
+        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm, lora_request)
 
     def _run(
         self,
@@ -178,9 +194,11 @@ class LLM:
         params: Sequence[SamplingParams | BeamSearchParams],
         priorities: list[int],
         use_tqdm: bool | None,
+        lora_request: LoRA,
     ) -> list[RequestOutput]:
         prompts, params = self.resolved(batch, params)
-        requests = self._shared.add_all(prompts, params, priorities)
+        adapters = self.adapters_for(lora_request, len(batch))
+        requests = self._shared.add_all(prompts, params, priorities, adapters)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
         return [request_output(request, self.decode_token) for request in requests]
 
@@ -194,6 +212,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRA = None,
     ) -> TokenStream:
         """Every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
 
@@ -201,7 +221,8 @@ class LLM:
         """
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
-        return self._shared.stream(*self.resolved(batch, params))
+        adapters = self.adapters_for(lora_request, len(batch))
+        return self._shared.stream(*self.resolved(batch, params), adapters)
 
     def chat(
         self,
@@ -212,6 +233,7 @@ class LLM:
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -219,7 +241,7 @@ class LLM:
         prompts: list[Prompt] = [
             {"prompt_token_ids": self.chat_tokens(conversation, **options)} for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
@@ -287,6 +309,10 @@ class LLM:
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts and {len(each)} SamplingParams: pass one, or one for each")
         return each if self._seeds is None else [self._seeded(one, self._seeds) for one in each]
+
+    def adapters_for(self, lora_request: LoRA, count: int) -> list[LoadedAdapter | None]:
+        """The adapter of each of `count` prompts; one that is not in memory is read."""
+        return adapters_for(self.lora if lora_request is None else lora_request, count, self.engine.adapters)
 
     def _seeded(self, params: SamplingParams, seeds: random.Random) -> SamplingParams:
         """The parameters with a seed drawn from that of the LLM, unless they have their own."""

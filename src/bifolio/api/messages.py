@@ -63,6 +63,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     keeps: bool = False  # the blocks stay after the end, for follow-ups
     parent: str = ""  # id of a kept request that this one may continue
     prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.process.block_transfer`)
+    adapters: list[tuple[str, float]] = []  # names of low-rank adapters with factors: their sum
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -116,6 +117,15 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Shutdown
 
 
+class AdapterInfo(msgspec.Struct, array_like=True):
+    """A low-rank adapter of an engine, by its name in requests."""
+
+    name: str
+    number: int  # order of the first load, from 1 on
+    path: str
+    is_loaded: bool = True  # else it is read when it is used
+
+
 class Hello(msgspec.Struct, tag="hello"):
     """The engine is ready."""
 
@@ -133,6 +143,8 @@ class Hello(msgspec.Struct, tag="hello"):
     kv_events: KvEventSettings | None = None  # where they are published
     transfer_port: int = 0  # where blocks are served to decode engines; 0: they are not
     short_context: int | None = None  # of a model with two sets of rotation frequencies (`bifolio.long_rope`)
+    adapters: list[AdapterInfo] = []  # as of the start; heartbeats have later ones
+    loads_adapters: bool = False  # unknown names may be adapters, which are loaded on first use
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
@@ -230,6 +242,7 @@ class Beat(msgspec.Struct, tag="beat"):
 
     stats: dict[str, float]
     step_seconds: float = 0.0  # how long the present step has been running
+    adapters: list[AdapterInfo] = []
 
 
 FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | Beat

@@ -20,7 +20,9 @@ EPILOG = """Examples:
 
   bifolio serve
 
-  bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt"""
+  bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt
+
+  bifolio serve -m ./model --lora-modules poems=./adapter-of-poems"""
 
 
 def register(app: commands.App) -> None:
@@ -258,14 +260,19 @@ class ServerOptions:
         return b"" if self.engine_secret_file is None else read_secret(self.engine_secret_file)
 
 
-def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Model = None) -> None:
+def serve(
+    server: ServerOptions,
+    engine: options.BatchEngine,
+    adapters: options.Adapters,
+    model: options.Model = None,
+) -> None:
     import asyncio
     import os
 
     from bifolio.cli.serve_checks import check_combined
     from bifolio.errors import ConfigError, MissingDependencyError
 
-    check_combined(server, engine)
+    check_combined(server, engine, adapters)
     try:
         from bifolio.serve.http.server import event_loop
         from bifolio.serve.http.server import serve as run_server
@@ -277,16 +284,18 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
     if server.replicas > 1 or server.prefill_replicas:
-        serve_replicas(server, engine, model)
+        serve_replicas(server, engine, adapters, model)
         return
-    engine_options = {"model": model, **engine.for_llm()}
+    engine_options = {"model": model, **engine.for_llm(), **adapters.for_llm()}
     if engine_options["speculative"] is not None:
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(run_server(server.settings(), engine_options))
 
 
-def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: str | None) -> None:
+def serve_replicas(
+    server: ServerOptions, engine: options.BatchEngine, adapters: options.Adapters, model: str | None
+) -> None:
     """Several engines on this machine; they divide its cores."""
     import os
     from dataclasses import replace
@@ -298,7 +307,7 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
     for each in reserve(settings.host, settings.port):  # told before the engines start
         each.close()
     run = ray_module()
-    values = plain_options(engine)
+    values = {**plain_options(engine), **adapters.for_llm()}
     if values.get("threads") is None:
         values["threads"] = max((os.cpu_count() or 1) // (server.replicas + server.prefill_replicas), 1)
     cluster = Replicas(replicas=server.replicas, prefill_replicas=server.prefill_replicas,

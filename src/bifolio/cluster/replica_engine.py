@@ -81,6 +81,11 @@ class ReplicaEngine:
             return self._first
         return msgspec.structs.replace(self._first, max_num_seqs=self._first.max_num_seqs * count)
 
+    @property
+    def adapters(self) -> list[m.AdapterInfo]:
+        """Those that all replicas began with."""
+        return [] if self._first is None else self._first.adapters
+
     def health(self) -> Health:
         if self._is_closed:
             state = EngineState.CLOSED

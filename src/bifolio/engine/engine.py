@@ -23,6 +23,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
+from bifolio.engine.adapters import AdapterStore
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, Peers, PrefillExecutor
 from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
@@ -98,6 +99,7 @@ class InferenceEngine:
         self.postprocess = Postprocessor(
             self.batcher, self.phases, self.blocks, self.slots, kernels, self.speculator, speculation
         )
+        self.adapters = AdapterStore(model.config, kernels, config.adapters, self._refuses_adapters(peers))
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
@@ -259,7 +261,7 @@ class InferenceEngine:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
         request = self.factory.new_request(new_request_id, [*parent.token_ids, *token_ids], params, **options)
-        if params.prompt_logprobs is not None or request.rope != parent.request.rope:  # the prompt is computed whole
+        if params.prompt_logprobs is not None or request.cache_salt != parent.request.cache_salt:  # computed whole
             return self._enqueue(request)
         first = request.sequences[0]
         self.blocks.fork(parent.id, first.id)
@@ -338,6 +340,14 @@ class InferenceEngine:
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
+
+    def _refuses_adapters(self, peers: Peers | None) -> str | None:
+        """The reason why this engine cannot run adapters."""
+        if peers is not None:
+            return "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
+        if self.slots.device is not None or self.runner.kernels.device != "cpu":
+            return "adapters (lora_modules) run on the CPU: pass device='cpu', or merge the adapter into the model"
+        return None
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""

@@ -37,6 +37,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.storage import BlockMover
 from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
+from bifolio.model.adapters.sites import with_sites
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
 from bifolio.sampling.sampler import NOTHING, greedy_tokens, no_token_error
@@ -106,7 +107,7 @@ class ModelRunner:
             cache.poison_free_blocks,
             cache.num_states,
         )
-        return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout), peers)
+        return cls(with_sites(prepare(model.weights, kernels, on_load)), kernels, kernels.new_storage(layout), peers)
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""

@@ -19,6 +19,8 @@ from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
+    Adapter,
+    AdapterUse,
     Array,
     AttentionPhase,
     AttentionSegment,
@@ -28,6 +30,7 @@ from bifolio.kernels.interface import (
     HeadLinear,
     Heads,
     Linear,
+    LowRank,
     Network,
     Norm,
     Recurrence,
@@ -41,6 +44,8 @@ from bifolio.kernels.recurrence import recur
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
+
+UP, DOWN = 0, 1  # sites of the products of one expert
 
 
 class ReferenceKernels(HostArrays):
@@ -72,6 +77,9 @@ class ReferenceKernels(HostArrays):
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
         return recurrence
+
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        return adapter
 
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
@@ -106,6 +114,12 @@ class ReferenceKernels(HostArrays):
             y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
             outputs.append(y if bias is None else y + bias)
         return outputs[0] if len(outputs) == 1 else array_namespace(x).concat(outputs, axis=-1)
+
+    def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
+        for number, adapter in enumerate(adapters.loaded):
+            rows = np.flatnonzero(adapters.rows == number)
+            y = _changed(y, x, rows, adapter.products.get(site, ()))
+        return y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         columns = x.shape[-1] // len(linear.heads)
@@ -235,14 +249,17 @@ class ReferenceKernels(HostArrays):
             weights = weights * router.expert_scales[experts]
         return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
 
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         parts = np.zeros((*routing.experts.shape, experts.down[0].out_features), np.float32)  # [t, top_k, d]
         for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             tokens, choices = np.nonzero(routing.experts == number)
             if len(tokens):
+                own = None if adapters is None else _of_expert(adapters, tokens, experts.site, number)
                 hidden = self.linear(x[tokens], up)
+                hidden = hidden if own is None else self.adapt(hidden, x[tokens], UP, own)
                 hidden = (self.act_mul if experts.gated else self.act)(hidden, experts.activation)
-                parts[tokens, choices] = self.linear(hidden, down)
+                y = self.linear(hidden, down)
+                parts[tokens, choices] = y if own is None else self.adapt(y, hidden, DOWN, own)
         return (parts * routing.weights[..., None]).sum(axis=1)
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
@@ -270,6 +287,24 @@ class ReferenceKernels(HostArrays):
         xp = array_namespace(y)
         y = _as_float32(xp, y)
         return xp.tanh(y / softcap) * softcap if softcap else y
+
+
+def _changed(y: Array, x: Array, rows: np.ndarray, parts: tuple[LowRank, ...]) -> Array:
+    """y with the changes of one adapter to these rows."""
+    if not len(rows) or not parts:
+        return y
+    y = np.array(y)
+    for part in parts:
+        change = (x[rows] @ np.float32(part.down).T) @ np.float32(part.up).T
+        change = change if part.bias is None else change + part.bias
+        y[rows, part.column : part.column + change.shape[1]] += change
+    return y
+
+
+def _of_expert(adapters: AdapterUse, tokens: np.ndarray, site: int, number: int) -> AdapterUse:
+    """The adapters of the tokens of one expert, whose two products are the sites `UP` and `DOWN`."""
+    each = [adapter.experts[site][number] if site in adapter.experts else ((), ()) for adapter in adapters.loaded]
+    return AdapterUse(tuple(Adapter({UP: up, DOWN: down}) for up, down in each), adapters.rows[tokens])
 
 
 def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:

@@ -136,7 +136,7 @@ class Handlers:
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
         request = decode(await read_body(scope, receive, context.limits), p.EmbeddingRequest)
-        context.check_model(request.model)
+        context.check_base(request.model)
         size = context.model.config.hidden_size
         if request.dimensions not in (None, size):
             raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
@@ -184,22 +184,25 @@ class Handlers:
 
     # -- looking -------------------------------------------------------------------------------------------------------
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, r.ModelList([self._card()]))
+        adapters = [self._card(each.name) for each in self._context.engine.adapters]
+        await send_json(send, r.ModelList([self._card(), *adapters]))
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._context.check_model(scope["path_params"]["name"])
-        await send_json(send, self._card())
+        name = scope["path_params"]["name"]
+        await send_json(send, self._card(name if self._context.adapters_of(name) else None))
 
-    def _card(self) -> r.ModelCard:
+    def _card(self, adapter: str | None = None) -> r.ModelCard:
+        """The card of the model, or of one of its adapters."""
         context = self._context
         defaults = request_defaults(context.model.sampling_defaults)
         has_template = context.model.chat_template is not None
         return r.ModelCard(
-            context.name,
+            adapter or context.name,
             context.created,
             context.max_model_len,
             has_chat_template=has_template,
             sampling_defaults=defaults,
+            parent=None if adapter is None else context.name,
         )
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:

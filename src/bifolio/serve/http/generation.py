@@ -53,10 +53,13 @@ class Job:
     request_id: str = ""  # of the engine's first request, once it was started
     transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
     prefill_at: str = ""  # the prefill engine that a gateway chose
+    model: str = ""  # as the answer names it
+    adapters: list[tuple[str, float]] = field(default_factory=list)  # names and factors
 
     @classmethod
     def of(
         cls,
+        context: ServerContext,
         request: Generation,
         tenant: Tenant,
         prompts: Sequence[list[int]],
@@ -78,6 +81,8 @@ class Job:
             stream_options.include_steps,
             stream_options.interval_ms / 1000,
             transfer_params=request.kv_transfer_params,
+            model=request.model or context.name,
+            adapters=context.adapters_of(request.model),
         )
 
 
@@ -154,6 +159,7 @@ class Run:
                     job.keeps,
                     job.parent,
                     job.prefill_at,
+                    job.adapters,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

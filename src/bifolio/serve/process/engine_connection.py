@@ -108,6 +108,7 @@ class EngineConnection:
         self._step_seconds = 0.0
         self._closing = False
         self.hello: m.Hello | None = None  # of the engine that runs now
+        self.adapters: list[m.AdapterInfo] = []
         self.stats: dict[str, float] = {}
         self._base: dict[str, float] = {}  # counters of the engines before this one
         self.num_restarts = 0
@@ -165,8 +166,9 @@ class EngineConnection:
             self._answer(message.id, message)
         elif isinstance(message, m.Beat):
             self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
+            self.adapters = message.adapters
         elif isinstance(message, m.Hello):
-            self.hello, self._last_beat = message, time.monotonic()
+            self.hello, self._last_beat, self.adapters = message, time.monotonic(), message.adapters
 
     def _answer(self, request_id: str, message: Any) -> None:
         answer = self._answers.pop(request_id, None)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,20 +20,29 @@ import numpy as np
 
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
-from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, ModelOutputError, RequestError
 from bifolio.long_rope import short_context
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request, RequestOptions, StepResult
+from bifolio.sequence import RequestOptions, StepResult
+from bifolio.serve.process.adapter_loader import AdapterLoader
 from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork
 from bifolio.serve.process.embedding import EmbeddingQueue
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
+from bifolio.serve.process.live_requests import (
+    LiveRequest,
+    ended_of,
+    final_pieces,
+    is_chosen_late,
+    packed,
+    without_text,
+)
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
@@ -43,20 +51,6 @@ from bifolio.text.tokenizer import is_library_error
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
 COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
-
-
-@dataclass(slots=True)
-class _Live:
-    """A running request, and how much of each completion was sent."""
-
-    request: Request
-    sent_tokens: list[int]
-    ended: list[bool]
-    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
-    final_only: bool = False
-    sent_first: bool = False
-    owner: str = ""  # name of its tenant
-    is_over: bool = False  # the last update was sent
 
 
 @dataclass(slots=True)
@@ -69,8 +63,9 @@ class EngineService:
     publisher: KvEventPublisher | None = None  # of the cache's events
     transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
-    _live: dict[str, _Live] = field(init=False, default_factory=dict)
+    _live: dict[str, LiveRequest] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
+    _adapters: AdapterLoader = field(init=False)
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
@@ -81,6 +76,7 @@ class EngineService:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._embeddings = EmbeddingQueue(self.llm.engine)
+        self._adapters = AdapterLoader(self.llm.engine.adapters)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
 
@@ -88,6 +84,7 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.close()
+        self._adapters.close()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
@@ -105,6 +102,8 @@ class EngineService:
             block_size=engine.blocks.block_size,
             short_context=short_context(engine.model.config),
             plan=self.llm.plan.lines(),
+            adapters=self._adapters.known(),
+            loads_adapters=engine.config.adapters.folder is not None,
             kv_cache_dtype=str(engine.config.cache.dtype),
             enable_prefix_caching=engine.config.cache.enable_prefix_caching,
             transfer_port=0 if self.transfer is None else self.transfer.port,
@@ -134,9 +133,19 @@ class EngineService:
             self.thread.stop(timeout=0)
 
     def _begin(self, message: m.Start) -> None:
+        """Queue a request, once its adapter is in memory and its grammar is compiled."""
+        if message.adapters:
+            self._adapters.find(message, self._begin_with, self._refuse_early)
+        else:
+            self._begin_with(message, None)
+
+    def _refuse_early(self, request_id: str, error: BifolioError) -> None:
+        self.thread.post(lambda engine: self._refuse(request_id, error))
+
+    def _begin_with(self, message: m.Start, adapter: LoadedAdapter | None) -> None:
         if message.grammar is not None:
-            return self._compile_first(message)
-        return self._post(message.id, lambda engine: self._start(engine, message))
+            return self._compile_first(message, adapter)
+        return self._post(message.id, lambda engine: self._start(engine, message, adapter))
 
     def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
         """Queue a command whose failure, of any kind, refuses one request and nothing else."""
@@ -167,10 +176,11 @@ class EngineService:
             stats["num_accepted_tokens"] = float(speculator.stats.num_accepted_tokens)
         stats["cpu_seconds"] = time.process_time()
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
-        return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
+        seconds = 0.0 if started is None else max(time.monotonic() - started, 0.0)
+        return m.Beat(stats, seconds, self._adapters.known())
 
     # -- grammars ------------------------------------------------------------------------------------------------------
-    def _compile_first(self, message: m.Start) -> None:
+    def _compile_first(self, message: m.Start, adapter: LoadedAdapter | None) -> None:
         """Compile on a thread of its own while the steps of other requests go on.
 
         The front end sends grammars that a helper process has found to be cheap. All wait for one thread, which
@@ -190,7 +200,7 @@ class EngineService:
                 reason = error
                 self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
             else:
-                self._post(message.id, lambda engine: self._start_compiled(engine, message, compiled))
+                self._post(message.id, lambda engine: self._start_compiled(engine, message, adapter, compiled))
 
         try:
             self._compiler.submit(message.share, compile_it)
@@ -212,32 +222,40 @@ class EngineService:
         if self._compiling.pop(request_id, None) is not None:
             self._refuse(request_id, error)
 
-    def _start_compiled(self, engine: InferenceEngine, message: m.Start, grammar: object) -> None:
+    def _start_compiled(
+        self, engine: InferenceEngine, message: m.Start, adapter: LoadedAdapter | None, grammar: object
+    ) -> None:
         if self._compiling.pop(message.id, None) is not None:  # else it was aborted meanwhile
-            self._start(engine, message, grammar)
+            self._start(engine, message, adapter, grammar)
 
-    def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+    def _start(
+        self,
+        engine: InferenceEngine,
+        message: m.Start,
+        adapter: LoadedAdapter | None,
+        grammar: object | None = None,
+    ) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
-        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
+        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share, "adapter": adapter}
         prompt = message.prompt_token_ids
         try:
             if message.is_beam_search:
                 request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
             else:
-                request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
+                request = add_or_fork(engine, message, without_text(SamplingParams(**values)), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
-        count, is_chosen_late = len(request.sequences), _is_chosen_late(request)
-        only_at_the_end = message.final_only or (is_chosen_late and not message.wants_steps)
+        count, is_late = len(request.sequences), is_chosen_late(request)
+        only_at_the_end = message.final_only or (is_late and not message.wants_steps)
         if message.wants_steps:
             request.steps = []
         self._unstarted.add(message.id)
-        live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
+        live = LiveRequest(request, [0] * count, [False] * count, is_late, only_at_the_end, owner=message.owner)
         self._live[message.id] = live
 
     def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
@@ -249,6 +267,7 @@ class EngineService:
         self.send(m.Refused(request_id, kind, str(error)))
 
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
+        self._adapters.abort(ids)
         for request_id in ids:
             self._compiling.pop(request_id, None)
             self._embeddings.abort(request_id)
@@ -286,7 +305,7 @@ class EngineService:
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
         """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
-        urgent: list[_Live] = []
+        urgent: list[LiveRequest] = []
         if self._unstarted:
             for request_id in self._unstarted.intersection([result.request_id for result in results]):
                 live = self._live[request_id]
@@ -301,7 +320,7 @@ class EngineService:
         elif urgent:
             self._send_news(urgent)
 
-    def _send_news(self, lives: list[_Live]) -> None:
+    def _send_news(self, lives: list[LiveRequest]) -> None:
         updates: list[m.Update] = []
         entries = 0
         for live in lives:
@@ -316,7 +335,7 @@ class EngineService:
         if updates:
             self.send(m.Updates(updates))
 
-    def _update(self, live: _Live) -> m.Update | None:
+    def _update(self, live: LiveRequest) -> m.Update | None:
         request = live.request
         is_finished = request.is_finished
         pieces = self._pieces(live, is_finished)
@@ -330,21 +349,21 @@ class EngineService:
             if request.prompt_scores is not None:
                 update.prompt_scores = request.prompt_scores.packed()
         if is_finished:
-            update.ended = _ended(request)
+            update.ended = ended_of(request)
             live.is_over = True
             self._forget(request.request_id)
         return update
 
-    def _pieces(self, live: _Live, is_finished: bool) -> list[m.NewTokens]:
+    def _pieces(self, live: LiveRequest, is_finished: bool) -> list[m.NewTokens]:
         request = live.request
         if live.is_chosen_late:
-            return _final_pieces(request) if is_finished else []
+            return final_pieces(request) if is_finished else []
         pieces = []
         for number, sequence in enumerate(request.sequences):
             sent, tokens, reason = live.sent_tokens[number], sequence.output_token_ids, sequence.finish_reason
             if live.ended[number] or (len(tokens) == sent and reason is None):
                 continue
-            piece = m.NewTokens(sequence.index, _packed(tokens[sent:]))
+            piece = m.NewTokens(sequence.index, packed(tokens[sent:]))
             if request.wants_logprobs:
                 piece.scores = sequence.logprobs.packed(sent)
             if reason is not None:
@@ -353,48 +372,3 @@ class EngineService:
             pieces.append(piece)
             live.sent_tokens[number] = len(tokens)
         return pieces
-
-
-def _packed(token_ids: list[int]) -> bytes:
-    return array("i", token_ids).tobytes()
-
-
-def _is_chosen_late(request: Request) -> bool:
-    """Whether the completions that are returned, and their order, are decided at the end."""
-    return request.params.num_sequences > request.params.n or request.search is not None
-
-
-def _without_text(params: SamplingParams) -> SamplingParams:
-    """The parameters of a request whose text the front end reads; those of one that is chosen at the end stay."""
-    if params.num_sequences > params.n:
-        return params
-    return replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
-
-
-def _final_pieces(request: Request) -> list[m.NewTokens]:
-    return [
-        m.NewTokens(
-            index,
-            _packed(sequence.output_token_ids),
-            sequence.logprobs.packed() if request.params.logprobs is not None else None,
-            None if sequence.finish_reason is None else sequence.finish_reason.value,
-            sequence.stop_reason,
-            sequence.text,
-            sequence.cumulative_logprob,
-            sequence.score,
-        )
-        for index, sequence in enumerate(returned_sequences(request))
-    ]
-
-
-def _ended(request: Request) -> m.Ended:
-    metrics = request.metrics
-    return m.Ended(
-        metrics.queue_time,
-        metrics.prefill_time,
-        metrics.decode_time,
-        metrics.num_cached_tokens,
-        metrics.num_preemptions,
-        request.error,
-        request.fault,
-    )

@@ -119,7 +119,7 @@ class LlamaCppCall:
         return {
             "id_slot": 0,
             "stop": True,
-            "model": self.context.name,
+            "model": self.job.model,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.prompt_tokens_details.cached_tokens,
