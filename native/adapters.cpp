@@ -15,6 +15,7 @@ struct Task {
   int64_t first, count;
   float* hidden;  // [count][r, rounded up to whole panels]
   int64_t begin;  // of its pieces
+  size_t wave;    // parts that change the same columns are added one after the other
 };
 
 const PackedMatrix& matrix_of(const LinearWeights& weights) { return weights.pieces().front().matrix; }
@@ -55,7 +56,7 @@ std::vector<Task> make_tasks(const std::vector<AdaptedRows>& runs, Scratch& memo
   size_t size = 0;
   for (const AdaptedRows& run : runs)
     for (const LowRank& part : *run.parts) {
-      tasks.push_back({&part, run.first, run.count, nullptr, 0});
+      tasks.push_back({&part, run.first, run.count, nullptr, 0, part.wave});
       size += size_t(run.count * hidden_width(part));
     }
   float* hidden = memory.array<float>(size);
@@ -64,6 +65,15 @@ std::vector<Task> make_tasks(const std::vector<AdaptedRows>& runs, Scratch& memo
 }
 
 }  // namespace
+
+void set_waves(std::vector<LowRank>& parts) {
+  const auto end_of = [](const LowRank& part) { return part.column + part.up->out_features(); };
+  for (size_t i = 0; i < parts.size(); ++i) {
+    parts[i].wave = 0;
+    for (size_t j = 0; j < i; ++j)
+      if (parts[j].column < end_of(parts[i]) && parts[i].column < end_of(parts[j])) parts[i].wave = std::max(parts[i].wave, parts[j].wave + 1);
+  }
+}
 
 void adapt(Member& m, Rows y, Rows x, const std::vector<AdaptedRows>& runs, Workspace& workspace) {
   if (runs.empty()) return;
@@ -78,7 +88,7 @@ void adapt(Member& m, Rows y, Rows x, const std::vector<AdaptedRows>& runs, Work
     const int64_t most = up_panels(task);
     return (matrix_of(*task.part->up).num_panels + most - 1) / most;
   };
-  each_piece(m, tasks, pieces_of, [&](const Task& task, int64_t piece) {
+  const auto add_piece = [&](const Task& task, int64_t piece) {
     const PackedMatrix& up = matrix_of(*task.part->up);
     const int64_t most = up_panels(task), begin = piece * most, end = std::min(begin + most, up.num_panels);
     const PackedMatrix part = panels_of(up, begin, end);
@@ -91,7 +101,13 @@ void adapt(Member& m, Rows y, Rows x, const std::vector<AdaptedRows>& runs, Work
       float* target = y.row(task.first + row) + task.part->column + column;
       isa.add_row(target, products + row * width, part.n, target);
     }
-  });
+  };
+  for (size_t wave = 0; !tasks.empty(); ++wave) {
+    const auto later = std::stable_partition(tasks.begin(), tasks.end(), [=](const Task& task) { return task.wave == wave; });
+    std::vector<Task> present(tasks.begin(), later);
+    tasks.erase(tasks.begin(), later);
+    each_piece(m, present, pieces_of, add_piece);
+  }
 }
 
 }  // namespace bifolio

@@ -9,7 +9,11 @@ namespace bifolio {
 struct LowRank {
   int64_t column;
   const LinearWeights *down, *up;  // [r, in], [columns, r]
+  size_t wave = 0;  // parts that change the same columns are added one after the other, in the order of their waves
 };
+
+// The waves of the parts of one product: a part comes after all earlier ones whose columns overlap its own.
+void set_waves(std::vector<LowRank>& parts);
 
 struct ExpertAdapter {
   std::vector<LowRank> up, down;  // of the two products of one expert

@@ -18,7 +18,7 @@ const LinearWeights& dense_weights(const char* name, nb::handle value) {
 
 // (site, column, down, up), where an expert's have (site, expert, is_down, column, down, up).
 LowRank low_rank(const nb::tuple& entry, size_t at) {
-  const LowRank part{nb::cast<int64_t>(entry[at]), &dense_weights("down", entry[at + 1]), &dense_weights("up", entry[at + 2])};
+  const LowRank part{nb::cast<int64_t>(entry[at]), &dense_weights("down", entry[at + 1]), &dense_weights("up", entry[at + 2]), 0};
   require_between("a column", part.column, 0, kMaxWidth);
   require(part.up->in_features() == part.down->out_features(), "up has ", part.up->in_features(), " inputs and must have ",
           part.down->out_features(), ", the outputs of down");
@@ -78,6 +78,9 @@ AdapterHolder::AdapterHolder(nb::list products, nb::list experts) {
     own.resize(std::max(own.size(), size_t(expert) + 1));
     (nb::cast<int64_t>(entry[2]) ? own[size_t(expert)].down : own[size_t(expert)].up).push_back(low_rank(entry, 3));
   }
+  for (auto& parts : weights.products) set_waves(parts);
+  for (auto& every : weights.experts)
+    for (ExpertAdapter& own : every) set_waves(own.up), set_waves(own.down);
   keep.append(products), keep.append(experts);
 }
 

@@ -309,7 +309,7 @@ class Request:
 
     @property
     def cache_salt(self) -> bytes:
-        """The salt of the digests of its blocks: keys of two adapters, or of the two sets of LongRoPE, are never shared."""
+        """The salt of the digests of its blocks: two adapters, or the two sets of LongRoPE, never share keys."""
         return salt_of_adapter(self.adapter, salt_of_rope(self.rope, self.salt))
 
     @property

@@ -23,6 +23,7 @@ from bifolio.model.loader import load_model, open_model
 from bifolio.model.next_token_head import load_next_token_head
 from bifolio.model.shards import check_size
 
+USUAL_ADAPTERS = AdapterConfig()
 USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
 
 
@@ -45,7 +46,7 @@ class EngineOptions:
     speculative: SpeculativeConfig | None
     quantization: str | None = None  # of dense layers on a GPU
     tensor_parallel_size: int = 1
-    adapters: AdapterConfig = AdapterConfig()
+    adapters: AdapterConfig = USUAL_ADAPTERS
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size

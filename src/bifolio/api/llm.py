@@ -64,10 +64,10 @@ class LLM:
     the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
     each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
     request. `lora_modules` are low-rank adapters by name, each a path or a list of (path, factor) that are added
-    (docs/lora.md); a request names one with `lora_request`. `max_loras` of them are in memory, others are read again on
-    use; unknown names are looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only
-    vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all)
-    while weights are prepared.
+    (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay in memory; unknown names are
+    looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`).
+    Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared,
+    layers in all) while weights are prepared.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -84,7 +84,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
     warm_up: bool = True  # on a GPU: compile kernels and capture decode steps before the first request
-    adapters: AdapterConfig = AdapterConfig()
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         if self.launch_ahead not in (None, 0, 1):

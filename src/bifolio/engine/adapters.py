@@ -1,7 +1,8 @@
 """The adapters of an engine by name: loaded, replaced and dropped while requests run.
 
-A request holds its adapter from its arrival to its end, and a loaded adapter never changes: a new version is another object
-with another digest. So loading pauses no request, and dropping a name frees its memory with the last request that uses it.
+A request holds its adapter from its arrival to its end, and a loaded adapter never changes: a new version is another
+object with another digest. So loading pauses no request, and the memory of a dropped name is free after the last
+request that uses it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from bifolio.errors import ConfigError, RequestError, did_you_mean
 from bifolio.kernels.interface import Adapter, KernelSet
 from bifolio.model.adapters.adapter import AdapterWeights, combined, read_adapter
 
-MAX_NAME = 256
+MAX_NAME = 128  # characters
 AdapterSource: TypeAlias = str | Path | Sequence[tuple[str | Path, float]]  # a path, or a sum of paths with factors
 Parts: TypeAlias = tuple[tuple[str, float], ...]
+
+
+def is_name(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +152,7 @@ class AdapterStore:
     def _checked(self, name: str, source: AdapterSource) -> Parts:
         if self._refusal is not None:
             raise ConfigError(self._refusal)
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        if not is_name(name):
             raise RequestError(f"the name of an adapter is a text of 1 to {MAX_NAME} characters, not {name!r}")
         parts = [(source, 1.0)] if isinstance(source, str | Path) else list(source)
         if not parts:
@@ -161,8 +166,7 @@ class AdapterStore:
 
     def _in_folder(self, name: str) -> str:
         folder = self._config.folder
-        is_plain = isinstance(name, str) and not any(sign in name for sign in "/\\:") and name not in ("", ".", "..")
-        if folder is not None and is_plain:
+        if folder is not None and is_name(name) and not any(sign in name for sign in "/\\:") and name[0] != ".":
             for path in (Path(folder) / name, Path(folder) / f"{name}.gguf"):
                 if path.exists():
                     return str(path)

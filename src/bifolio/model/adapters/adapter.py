@@ -13,7 +13,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Adapter, ExpertLowRank, Experts, Linear, LowRank
-from bifolio.model.adapters.delta import Delta, check_delta
+from bifolio.model.adapters.delta import Delta, check_delta, scaled
 from bifolio.model.adapters.gguf_adapter import read_gguf_adapter
 from bifolio.model.adapters.layout import Side, TracedTensor, traced_layers
 from bifolio.model.adapters.peft_folder import CONFIG, read_peft
@@ -84,16 +84,17 @@ def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object
     layers = traced_layers(config, side)
     names: dict[str, TracedTensor] = {}
 
-    def note(linear: Linear) -> None:
+    def note(role: str, linear: Linear) -> Linear:
         names.update({part.name: part for part in linear.parts if isinstance(part, TracedTensor)})
+        return linear
 
     def note_experts(experts: Experts) -> Experts:
         for linear in (*experts.up, *experts.down):
-            note(linear)
+            note(EXPERTS, linear)
         return experts
 
     for layer in layers:
-        changed_products(layer, lambda role, linear: note(linear) or linear, note_experts)
+        changed_products(layer, note, note_experts)
     family, placed = family_of(config), _Placed(path)
     for delta in deltas:
         prefix = family.hf_names.layer.split("{}")[0].rsplit(".", 2)[0] + "." if side == "hf" else ""
@@ -220,8 +221,7 @@ def combined(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
 
 
 def _scaled(parts: tuple[LowRank, ...], scale: float) -> tuple[LowRank, ...]:
-    factor = np.float32(scale)
     return tuple(
-        replace(part, up=np.float32(part.up) * factor, bias=None if part.bias is None else part.bias * factor)
+        replace(part, up=scaled(part.up, scale), bias=None if part.bias is None else scaled(part.bias, scale))
         for part in parts
     )

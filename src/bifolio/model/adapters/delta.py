@@ -35,8 +35,12 @@ class Delta:
         return (*self.up.shape[:-1], self.down.shape[-1])
 
     def scaled(self, scale: float) -> Delta:
-        factor = np.float32(scale)
-        return replace(self, up=np.float32(self.up) * factor, bias=None if self.bias is None else self.bias * factor)
+        bias = None if self.bias is None else scaled(self.bias, scale)
+        return replace(self, up=scaled(self.up, scale), bias=bias)
+
+
+def scaled(values: Matrix, scale: float) -> NDArray[np.float32]:
+    return np.asarray(values, np.float32) * np.float32(scale)
 
 
 def check_delta(delta: Delta, path: object, max_rank: int) -> Delta:

@@ -53,6 +53,6 @@ def _checked_alpha(file: GgufFile, path: Path, architectures: tuple[str, ...]) -
             "use the adapter's own base"
         )
     alpha = data.get("adapter.lora.alpha", 0.0)
-    if not is_number(alpha):
+    if not isinstance(alpha, int | float) or not is_number(alpha):
         raise ModelFileError(f"{path}: adapter.lora.alpha is {alpha!r}: it must be a number")
     return float(alpha)

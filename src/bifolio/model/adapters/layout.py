@@ -1,7 +1,7 @@
-"""The places of a file's rows in a network, found by assembling the network from tensors that know where they come from.
+"""The places of a file's rows in a network, found by assembling the network from tensors that know their rows.
 
-An adapter changes tensors of a file: those of Hugging Face folders, or of GGUF files. Families join, split and reorder the
-rows of their files; the same functions carry the rows of an adapter to their places. Values are not read.
+An adapter changes tensors of a file: those of Hugging Face folders, or of GGUF files. Families join, split and reorder
+the rows of their files; the same functions carry the rows of an adapter to their places. Values are not read.
 """
 
 from __future__ import annotations

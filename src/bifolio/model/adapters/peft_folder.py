@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,9 +158,8 @@ def _deltas(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor])
         yield _stacked(config, plain, down, up)
         return
     config.check_target(plain)
-    scale = np.float32(config.scale(plain, down.shape[0]))
-    shift = None if bias is None else bias.dequantize() * scale
-    yield Delta(plain + ".weight", down, np.float32(up) * scale, shift)
+    shift = None if bias is None else bias.dequantize()
+    yield Delta(plain + ".weight", down, up, shift).scaled(config.scale(plain, down.shape[0]))
 
 
 def _stacked(config: PeftConfig, module: str, down: Matrix, up: Matrix) -> Delta:
@@ -168,8 +167,8 @@ def _stacked(config: PeftConfig, module: str, down: Matrix, up: Matrix) -> Delta
     rank = next((rank for rank in (config.rank, *config.ranks.values()) if down.shape[0] % rank == 0), config.rank)
     count = max(down.shape[0] // rank, 1)
     each = up.reshape(up.shape[0], -1, count).transpose(2, 0, 1)
-    scale = np.float32(config.scale(module, down.shape[0] // count))
-    return Delta(module, down.reshape(count, -1, down.shape[1]), np.ascontiguousarray(np.float32(each) * scale))
+    stack = Delta(module, down.reshape(count, -1, down.shape[1]), np.ascontiguousarray(each))
+    return stack.scaled(config.scale(module, down.shape[0] // count))
 
 
 def dense(tensor: QuantizedTensor) -> Matrix:
@@ -190,14 +189,10 @@ def matches(pattern: str, module: str, path: Path, extra: int = 0) -> bool:
         repeats = len(re.findall(r"[*+{]", pattern))
         if len(pattern) > MAX_PATTERN or repeats > MAX_REPEATS + extra or re.search(r"[)][*+{]", pattern):
             raise UnsupportedModelError(
-                f"{path}: the pattern {pattern[:80]!r} is too complex: use at most {MAX_REPEATS} repetitions, of single "
-                "characters"
+                f"{path}: the pattern {pattern[:80]!r} is too complex: use at most {MAX_REPEATS} repetitions, of "
+                "single characters"
             )
     try:
         return re.fullmatch(pattern, module) is not None
     except (re.error, OverflowError) as error:
         raise ModelFileError(f"{path}: the pattern {pattern[:80]!r} is no regular expression: {error}") from None
-
-
-def modules_of(deltas: Iterable[Delta]) -> list[str]:
-    return sorted({delta.name for delta in deltas})

@@ -33,22 +33,33 @@ def place_of(site: int) -> tuple[int, str]:
 def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: ChangeExperts) -> LayerWeights:
     """The layer with every product that adapters can change replaced."""
 
-    def own(role: str, linear: Linear | None) -> Linear | None:
-        return linear if linear is None or not linear.parts else change(role, linear)
+    def own(role: str, linear: Linear) -> Linear:
+        return change(role, linear) if linear.parts else linear
 
-    changes: dict[str, object] = {
-        role: own(role, getattr(layer, role)) for role in ("qkv", "output", "up", "down", "gate")
-    }
-    if layer.recurrent is not None:
-        ends = own("recurrent_input", layer.recurrent.input), own("recurrent_output", layer.recurrent.output)
-        changes["recurrent"] = replace(layer.recurrent, input=ends[0], output=ends[1])
-    if layer.moe is not None:
-        outer = {role: own(role, getattr(layer.moe, role)) for role in ("router", "shared_gate")}
-        changes["moe"] = replace(layer.moe, **outer, experts=change_experts(layer.moe.experts))
-    if layer.latent is not None:
-        parts = {role: own(role, getattr(layer.latent, role)) for role in ("query_down", "query", "latent")}
-        changes["latent"] = replace(layer.latent, **parts)
-    return replace(layer, **changes)
+    def optional(role: str, linear: Linear | None) -> Linear | None:
+        return None if linear is None else own(role, linear)
+
+    recurrent, moe, latent = layer.recurrent, layer.moe, layer.latent
+    if recurrent is not None:
+        ends = own("recurrent_input", recurrent.input), own("recurrent_output", recurrent.output)
+        recurrent = replace(recurrent, input=ends[0], output=ends[1])
+    if moe is not None:
+        gate = optional("shared_gate", moe.shared_gate)
+        moe = replace(moe, router=own("router", moe.router), shared_gate=gate, experts=change_experts(moe.experts))
+    if latent is not None:
+        down = optional("query_down", latent.query_down)
+        latent = replace(latent, query_down=down, query=own("query", latent.query), latent=own("latent", latent.latent))
+    return replace(
+        layer,
+        qkv=own("qkv", layer.qkv),
+        output=own("output", layer.output),
+        up=own("up", layer.up),
+        down=own("down", layer.down),
+        gate=optional("gate", layer.gate),
+        recurrent=recurrent,
+        moe=moe,
+        latent=latent,
+    )
 
 
 def with_sites(weights: ModelWeights) -> ModelWeights:

@@ -187,11 +187,10 @@ class ServerContext:
         known, hello = [each.name for each in self.engine.adapters], self.engine.hello
         if wanted in known or (hello is not None and hello.loads_adapters):
             return [(wanted, 1.0)]
-        names = ", ".join(map(repr, [self.name, *known]))
+        names, one = ", ".join(map(repr, [self.name, *known])), "one" if known else "this name"
         raise ApiError(
             404,
-            f"the model {wanted!r} does not exist; this server has {names}: pass {'this name' if not known else 'one'}, "
-            "or none",
+            f"the model {wanted!r} does not exist; this server has {names}: pass {one}, or none",
             "model_not_found",
             param="model",
         )

@@ -1,0 +1,76 @@
+"""`--lora` of `generate` and `chat`: one adapter, a sum of several, and paths that are none."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from adapter_files import adapter_folder
+from bifolio import LLM, SamplingParams
+from bifolio.cli.main import build_app
+from bifolio.errors import BifolioError
+from cli_runner import CliRunner
+from helpers import tiny_folder
+
+TEXT = "Once upon a time"
+OPTIONS = ("-n", "12", "-t", "0", "--max-model-len", "128")
+
+
+@cache
+def base() -> Path:
+    return tiny_folder(tokenizer=True, chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
+
+
+@cache
+def adapter(seed: int) -> Path:
+    return adapter_folder(base(), seed=seed)
+
+
+def invoke(verb: str, *arguments: str, input: str | None = None) -> str:
+    result = CliRunner().invoke(build_app(), [verb, "-m", str(base()), *arguments], input=input)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def expected(sources: list[tuple[Path, float]]) -> str:
+    llm = LLM(base(), max_model_len=128, lora_modules={"sum": sources})
+    params = SamplingParams(max_tokens=12, temperature=0)
+    return llm.generate(TEXT, params, lora_request="sum")[0].outputs[0].text
+
+
+def test_generate_with_one_adapter_and_with_a_sum() -> None:
+    plain, one = expected([(adapter(1), 0.0)]), expected([(adapter(1), 1.0)])
+    both = expected([(adapter(1), 0.5), (adapter(2), -1.5)])
+    assert len({plain, one, both}) == 3
+    assert invoke("generate", TEXT, *OPTIONS) == plain + "\n"
+    assert invoke("generate", TEXT, *OPTIONS, "--lora", str(adapter(1))) == one + "\n"
+    scaled = ("--lora", f"{adapter(1)}:0.5", "--lora", f"{adapter(2)}:-1.5")
+    assert invoke("generate", TEXT, *OPTIONS, *scaled) == both + "\n"
+    record = json.loads(invoke("generate", TEXT, *OPTIONS, *scaled, "--json"))
+    assert record["text"] == both
+
+
+def test_chat_answers_with_the_adapter() -> None:
+    asked = "the little fox\n"
+    plain = invoke("chat", *OPTIONS, input=asked)
+    assert invoke("chat", *OPTIONS, "--lora", str(adapter(1)), input=asked) != plain
+
+
+def test_paths_and_scales_that_are_none() -> None:
+    for text, message in ((f"{adapter(1)}:much", "the scale 'much' is no number"), ("none:2", "is no adapter"),
+                          (f"{adapter(1)}:nan", "is no number")):  # fmt: skip
+        result = CliRunner().invoke(build_app(), ["generate", "-m", str(base()), TEXT, "--lora", text])
+        assert result.exit_code != 0
+        assert message in result.output or (isinstance(result.exception, BifolioError)
+                                            and message in str(result.exception))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["poems", "=path", "poems=", "a=b"])
+def test_modules_of_a_server_are_name_and_path(text: str) -> None:
+    twice = ["--lora-modules", text] * (2 if text == "a=b" else 1)
+    result = CliRunner().invoke(build_app(), ["serve", "-m", str(base()), *twice])
+    assert result.exit_code == 2
+    assert "--lora-modules" in result.output
