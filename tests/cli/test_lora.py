@@ -50,7 +50,7 @@ def test_generate_with_one_adapter_and_with_a_sum() -> None:
     scaled = ("--lora", f"{adapter(1)}:0.5", "--lora", f"{adapter(2)}:-1.5")
     assert invoke("generate", TEXT, *OPTIONS, *scaled) == both + "\n"
     record = json.loads(invoke("generate", TEXT, *OPTIONS, *scaled, "--json"))
-    assert record["text"] == both
+    assert record["outputs"][0]["text"] == both
 
 
 def test_chat_answers_with_the_adapter() -> None:

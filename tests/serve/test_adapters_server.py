@@ -85,3 +85,81 @@ def test_every_protocol_takes_the_name_of_an_adapter(server: RunningServer) -> N
     ollama = {"model": "a1:latest", "messages": messages, "options": {"num_predict": 8, "temperature": 0},
               "stream": False}  # fmt: skip
     assert post(server, "/api/chat", ollama)["message"]["content"] == expected
+
+
+# -- changes while the server runs --------------------------------------------------------------------------------------
+KEY = "an-admin-key-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("adapters")
+    (folder / "found").symlink_to(adapter(3))
+    engine = {"kernels": None, "lora_dir": str(folder), "max_loras": 2}
+    with running_server(engine=engine, admin_keys=[KEY]) as running:
+        yield running
+
+
+def change(server: RunningServer, verb: str, status: int = 200, key: str = KEY, **body: Any) -> Any:
+    with server.http() as http:
+        answer = http.post(f"/v1/{verb}_lora_adapter", json=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_adapters_come_and_go_while_others_stream(changing: RunningServer) -> None:
+    plain = text(changing, None)
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(text, changing, None, max_tokens=60) for _ in range(4)]
+        change(changing, "load", lora_name="new", lora_path=str(adapter(1)))
+        first = text(changing, "new")
+        change(changing, "load", lora_name="new", lora_path=str(adapter(1)))  # the same: no error
+        again = change(changing, "load", 400, lora_name="new", lora_path=str(adapter(2)))
+        assert "load_inplace" in again["error"]["message"]
+        change(changing, "load", lora_name="new", lora_path=str(adapter(2)), load_inplace=True)
+        second = text(changing, "new")
+        assert len({other.result() for other in others}) == 1
+    assert len({plain, first, second}) == 3
+    with changing.http() as http:
+        rows = http.get("/lora-adapters").json()
+    assert [(row["name"], row["path"], row["scale"]) for row in rows] == [("new", str(adapter(2)), 0.0)]
+    change(changing, "unload", lora_name="new")
+    refused = change(changing, "unload", 400, lora_name="new")
+    assert "no adapter is called 'new'" in refused["error"]["message"]
+
+
+def test_an_unknown_name_is_looked_up_in_the_folder(changing: RunningServer) -> None:
+    assert text(changing, "found") != text(changing, None)
+    refused = post(changing, "/v1/completions", {**ASK, "model": "../found"}, 400)["error"]
+    assert "no adapter is called '../found'" in refused["message"]
+
+
+def test_adapters_by_number_and_scale(changing: RunningServer) -> None:
+    for seed in (1, 2):
+        change(changing, "load", lora_name=f"n{seed}", lora_path=str(adapter(seed)))
+    with changing.http() as http:
+        ids = {row["name"]: row["id"] for row in http.get("/lora-adapters").json()}
+
+    def content(*lora: tuple[str, float]) -> str:
+        body = {"prompt": "Once upon", "n_predict": 10, "temperature": 0,
+                "lora": [{"id": ids[name], "scale": scale} for name, scale in lora]}  # fmt: skip
+        found: str = post(changing, "/completion", body)["content"]
+        return found
+
+    assert content() == content(("n1", 0.0)) == text(changing, None)
+    assert content(("n1", 1.0)) == text(changing, "n1")
+    both = content(("n1", 1.0), ("n2", 0.5))
+    assert both == content(("n1", 1.0), ("n2", 0.5))
+    assert both not in (content(("n1", 1.0)), content(("n2", 0.5)))
+    refused = post(changing, "/completion", {"prompt": "x", "lora": [{"id": 99, "scale": 1}]}, 400)["error"]
+    assert "no adapter has the id 99" in refused["message"]
+
+
+def test_changes_need_the_admin_key(changing: RunningServer, server: RunningServer) -> None:
+    body = {"lora_name": "new", "lora_path": str(adapter(1))}
+    assert change(changing, "load", 401, key="another-key-of-some-length", **body)["error"]["code"] == "invalid_api_key"
+    assert change(server, "load", 403, **body)["error"]["code"] == "admin_key_needed"
+    named = change(changing, "load", 400, lora_name="tiny", lora_path=str(adapter(1)))
+    assert "is the name of the model" in named["error"]["message"]
+    missing = change(changing, "load", 400, lora_name="new", lora_path="/nowhere")
+    assert "is no adapter" in missing["error"]["message"]

@@ -115,6 +115,10 @@ class EngineClient(Protocol):
         """A stored conversation of this owner; with an empty body if there is none."""
         ...
 
+    async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:
+        """Load an adapter, or forget its name where there is no path; other requests go on."""
+        ...
+
     def fail_all(self, error: Exception) -> None:
         """End every request that is under way with this error."""
         ...

@@ -110,11 +110,20 @@ class Recall(msgspec.Struct, tag="recall"):
     drops: bool = False
 
 
+class Adapt(msgspec.Struct, tag="adapt"):
+    """Load an adapter from a path, or forget its name where there is none; the answer is an `AdapterList`."""
+
+    id: str
+    name: str
+    path: str = ""
+    in_place: bool = False  # the name may be known: its adapter is replaced
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | Shutdown
 
 
 class AdapterInfo(msgspec.Struct, array_like=True):
@@ -223,6 +232,13 @@ class Recalled(msgspec.Struct, tag="recalled"):
     body: bytes = b""
 
 
+class AdapterList(msgspec.Struct, tag="adapters"):
+    """The adapters after a change."""
+
+    id: str
+    adapters: list[AdapterInfo]
+
+
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
 BLOCK_COLOURS = 250
 
@@ -245,7 +261,7 @@ class Beat(msgspec.Struct, tag="beat"):
     adapters: list[AdapterInfo] = []
 
 
-FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | Beat
+FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | AdapterList | Beat
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -44,6 +44,12 @@ class ServerOptions:
     api_key_file: Annotated[
         list[Path] | None, commands.option("--api-key-file", help="File of accepted API keys, one a line; repeatable.")
     ] = None
+    admin_key_file: Annotated[
+        list[Path] | None,
+        commands.option(
+            "--admin-key-file", help="File of keys that may load and unload adapters; repeatable.", advanced=True
+        ),
+    ] = None
     tls_cert: Annotated[Path | None, commands.option("--tls-cert", help="Certificate chain (PEM).")] = None
     tls_key: Annotated[Path | None, commands.option("--tls-key", help="Private key of the certificate (PEM).")] = None
     cors_origin: Annotated[
@@ -195,6 +201,7 @@ class ServerOptions:
             port=self.port,
             model_name=self.name,
             keys=read_keys(self.api_key or [], self.api_key_file or []),
+            admin_keys=read_keys([], self.admin_key_file or []),
             cors_origins=self.cors_origin or [],
             tls_certificate=self.tls_cert,
             tls_key=self.tls_key,

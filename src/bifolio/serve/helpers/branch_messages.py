@@ -9,6 +9,8 @@ import msgspec
 
 from bifolio.api.messages import (
     Abort,
+    Adapt,
+    AdapterList,
     Beat,
     Embed,
     Embedding,
@@ -58,8 +60,10 @@ class Scraped(msgspec.Struct, tag="scraped"):
     body: bytes
 
 
-FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Samples | Scrape
-ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | Beat | Lost | Drain | Scraped
+FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | Samples | Scrape
+ToBranch = (
+    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | AdapterList | Beat | Lost | Drain | Scraped
+)
 
 from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
 to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)

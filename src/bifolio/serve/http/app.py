@@ -264,6 +264,7 @@ def make_app(
     keys: KeyRing | None = None,
     cors_origins: Iterable[str] = (),
     hosts: Iterable[str] | None = None,
+    admin_keys: KeyRing | None = None,
 ) -> App:
     """The application, guarded. `hosts`: the names that a server without keys answers to; None: any."""
     handlers = Handlers(context)
@@ -280,7 +281,7 @@ def make_app(
     ]
     origins = list(cors_origins)
     middleware = [
-        Middleware(Guard, keys=keys or KeyRing(), open_paths=files),
+        Middleware(Guard, keys=keys or KeyRing(), open_paths=files, admin_keys=admin_keys),
     ]
     if hosts is not None and not keys:
         middleware.insert(0, Middleware(HostGuard, hosts=list(hosts), origins=origins))

@@ -47,6 +47,7 @@ class ServerSettings:
     port: int = 8000
     model_name: str | None = None  # as clients see it
     keys: Sequence[str] = ()
+    admin_keys: Sequence[str] = ()  # of the paths that change the server; none: those are closed
     cors_origins: Sequence[str] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -209,7 +210,7 @@ def make_server(
     """The server of one of `num_front_ends` front ends, which share the limits on connections evenly."""
     hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
     keys = KeyRing(settings.keys, secret)
-    app = make_app(context, keys, settings.cors_origins, hosts)
+    app = make_app(context, keys, settings.cors_origins, hosts, KeyRing(settings.admin_keys))
     certificate, key = settings.tls_certificate, settings.tls_key
     check_certificate(certificate, key)
     connections = Connections(

@@ -7,7 +7,7 @@ from functools import partial
 
 from bifolio.api import messages as m
 from bifolio.engine.adapters import AdapterStore, LoadedAdapter
-from bifolio.errors import BifolioError, RequestError
+from bifolio.errors import BifolioError, FaultKind, RequestError
 from bifolio.serve.process.fairness import FairThread
 
 Found = Callable[[m.Start, LoadedAdapter | None], None]
@@ -42,6 +42,25 @@ class AdapterLoader:
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that wait for their adapters."""
         self._waiting.difference_update(request_ids)
+
+    def change(self, message: m.Adapt, send: Callable[[m.FromEngine], None]) -> None:
+        """Load or forget an adapter, and send the names that are known then, or the reason why not."""
+
+        def work() -> None:
+            try:
+                if message.path:
+                    self._store.load(message.name, message.path, in_place=message.in_place)
+                else:
+                    self._store.unload(message.name)
+            except (BifolioError, OSError, MemoryError) as error:
+                send(m.Refused(message.id, FaultKind.INVALID_REQUEST, str(error) or type(error).__name__))
+            else:
+                send(m.AdapterList(message.id, self.known()))
+
+        try:
+            self._thread.submit("", work)
+        except RuntimeError:  # the system starts no further thread
+            send(m.Refused(message.id, FaultKind.UNAVAILABLE, "no thread is free to read the adapter: ask again later"))
 
     def _read(self, message: m.Start, found: Found, failed: Failed) -> None:
         if message.id not in self._waiting:

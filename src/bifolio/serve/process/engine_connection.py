@@ -164,6 +164,9 @@ class EngineConnection:
             self._take_refusal(message)
         elif isinstance(message, m.Embedding | m.Picture | m.Recalled):
             self._answer(message.id, message)
+        elif isinstance(message, m.AdapterList):
+            self.adapters = message.adapters
+            self._answer(message.id, message)
         elif isinstance(message, m.Beat):
             self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
             self.adapters = message.adapters
@@ -236,6 +239,11 @@ class EngineConnection:
         request_id = self.new_id()
         found: m.Recalled = await self._ask(request_id, m.Recall(request_id, name, owner, drops))
         return found
+
+    async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:
+        """Load an adapter, or forget its name where there is no path."""
+        request_id = self.new_id()
+        await self._ask(request_id, m.Adapt(request_id, name, path, in_place))
 
     async def _ask(self, request_id: str, message: msgspec.Struct) -> Any:
         link = self._ready_link()

@@ -45,8 +45,11 @@ class Lost(msgspec.Struct, tag="lost"):
     """The engine process ended, and all requests with it; a Hello follows when it is back."""
 
 
-FromHost = Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.Beat | Lost
-ToHost = Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall
+FromHost = (
+    Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.AdapterList | m.Beat
+    | Lost
+)  # fmt: skip
+ToHost = Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall | m.Adapt
 from_host_decoder = msgspec.msgpack.Decoder(FromHost)
 to_host_decoder = msgspec.msgpack.Decoder(ToHost)
 

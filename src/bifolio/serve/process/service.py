@@ -129,6 +129,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Remember | m.Recall):
             self._conversations.handle(message, self.send, self.thread)
+        elif isinstance(message, m.Adapt):
+            self._adapters.change(message, self.send)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
 

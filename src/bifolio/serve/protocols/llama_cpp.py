@@ -169,6 +169,7 @@ async def completion(context: ServerContext, scope: Scope, receive: Receive, sen
     request = decode(await read_body(scope, receive, context.limits), LlamaCppRequest)
     check_supported(request)
     inner = await prepare_completion(context, completion_request(request), tenant_of(scope))
+    set_adapters(context, request, inner.job)
     await run_call(context, LlamaCppCall(context, request, inner), scope, receive, send, EVENTS)
 
 
@@ -192,7 +193,19 @@ async def infill(context: ServerContext, scope: Scope, receive: Receive, send: S
     completion.prompt = [*tokens]
     completion.stop_token_ids = None if request.ignore_eos else list(marks.ends)
     inner = await prepare_completion(context, completion, tenant_of(scope))
+    set_adapters(context, request, inner.job)
     await run_call(context, LlamaCppCall(context, request, inner, is_cut), scope, receive, send, EVENTS)
+
+
+def set_adapters(context: ServerContext, request: LlamaCppRequest, job: Job) -> None:
+    """The adapters that a request names by their numbers."""
+    if request.lora is None:
+        return
+    names = {each.number - 1: each.name for each in context.engine.adapters}
+    for each in request.lora:
+        if each.id not in names:
+            raise bad_request(f"no adapter has the id {each.id}: GET /lora-adapters lists them", "lora")
+    job.adapters = [(names[each.id], each.scale) for each in request.lora]
 
 
 def check_supported(request: LlamaCppRequest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import anthropic, llama_cpp, ollama, openai_responses
+from bifolio.serve.protocols import adapters, anthropic, llama_cpp, ollama, openai_responses
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
@@ -10,4 +10,5 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *openai_responses.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
+    *adapters.ROUTES,
 )
