@@ -68,6 +68,31 @@ def test_paths_and_scales_that_are_none() -> None:
                                             and message in str(result.exception))  # fmt: skip
 
 
+def test_merge_writes_a_model_that_answers_like_the_base_with_its_adapters(tmp_path: Path) -> None:
+    loras = ("--lora", f"{adapter(1)}:0.5", "--lora", f"{adapter(2)}:-1.5")
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
+
+    def tokens(llm: LLM) -> list[tuple[int, float]]:
+        output = llm.generate([[5, 6, 7]], params, lora_request=llm.lora)[0].outputs[0]
+        assert output.logprobs is not None
+        return [(token, found[token].logprob) for token, found in zip(output.token_ids, output.logprobs, strict=True)]
+
+    beside = LLM(base(), max_model_len=128, lora_modules={"a": [(adapter(1), 0.5), (adapter(2), -1.5)]})
+    beside.lora = "a"
+    expected_tokens = tokens(beside)
+    for target in (tmp_path / "merged", tmp_path / "merged.gguf"):
+        result = CliRunner().invoke(build_app(), ["merge", str(base()), str(target), *loras, "-f", "f32", "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["rank"] == 8
+        found = tokens(LLM(target, max_model_len=128))
+        assert [token for token, _ in found] == [token for token, _ in expected_tokens]
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected_tokens], abs=1e-4)
+    for arguments in ([], ["--lora", str(base())], ["--lora", str(adapter(1)), "-f", "q9"]):
+        refused = CliRunner().invoke(build_app(), ["merge", str(base()), str(tmp_path / "none"), *arguments])
+        assert refused.exit_code != 0
+        assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("text", ["poems", "=path", "poems=", "a=b"])
 def test_modules_of_a_server_are_name_and_path(text: str) -> None:
     twice = ["--lora-modules", text] * (2 if text == "a=b" else 1)

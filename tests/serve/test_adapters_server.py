@@ -87,7 +87,7 @@ def test_every_protocol_takes_the_name_of_an_adapter(server: RunningServer) -> N
     assert post(server, "/api/chat", ollama)["message"]["content"] == expected
 
 
-# -- changes while the server runs --------------------------------------------------------------------------------------
+# -- changes while the server runs -------------------------------------------------------------------------------------
 KEY = "an-admin-key-of-the-tests"
 
 

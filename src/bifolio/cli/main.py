@@ -11,7 +11,7 @@ from bifolio.cli import commands
 
 HEADINGS = {
     "use": ("run", "generate", "chat", "serve"),
-    "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "imatrix", "train"),
+    "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "merge", "imatrix", "train"),
     "measure": ("eval", "bench", "profile", "soak"),
     "operate": ("doctor", "completion", "engine", "cluster"),
 }

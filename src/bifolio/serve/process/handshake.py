@@ -46,8 +46,8 @@ class Lost(msgspec.Struct, tag="lost"):
 
 
 FromHost = (
-    Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.AdapterList | m.Beat
-    | Lost
+    Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.AdapterList
+    | m.Beat | Lost
 )  # fmt: skip
 ToHost = Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall | m.Adapt
 from_host_decoder = msgspec.msgpack.Decoder(FromHost)
