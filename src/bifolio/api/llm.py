@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
-from bifolio.api.lora import LoRARequest, adapters_for
+from bifolio.api.lora import LoRARequest, adapters_for, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.prompts import (
     Params,
@@ -112,6 +112,7 @@ class LLM:
         check_one_of(token_budget=token_budget, max_num_batched_tokens=max_num_batched_tokens)
         check_one_of(speculative=speculative, speculative_config=speculative_config)
         check_one_of(num_blocks=num_blocks, memory=memory)
+        check_modules(lora_modules)
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         options = EngineOptions(
             dtype=dtype, kv_cache_dtype=kv_cache_dtype, deterministic=deterministic, block_size=block_size,

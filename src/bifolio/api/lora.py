@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bifolio.engine.adapters import AdapterStore, LoadedAdapter
-from bifolio.errors import RequestError
+from bifolio.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,14 @@ class LoRARequest:
     @property
     def path(self) -> str:
         return self.lora_path
+
+
+def check_modules(modules: Any) -> None:
+    """Refuse `lora_modules` that are no mapping."""
+    if modules is not None and not isinstance(modules, Mapping):
+        raise ConfigError(
+            f"lora_modules maps names to paths of adapters, such as {{'poems': './poems'}}, not {modules!r}"
+        )
 
 
 def adapters_for(requests: Any, count: int, store: AdapterStore) -> list[LoadedAdapter | None]:
