@@ -75,8 +75,8 @@ class Attention {
     float M = -INFINITY, L = 0.0f;
     float* merged = states + 2;  // of the first span, which is merged first
     bool started = false;
-    const int64_t position = queries_[size_t(query)].position;
-    for (int64_t span = window_begin(shape_, position) / kSpan; span <= position / kSpan; ++span) {
+    const Query& which = queries_[size_t(query)];
+    for (int64_t span = window_begin(shape_, which.position) / kSpan; span * kSpan < which.end; ++span) {
       float* state = states + span * partial_state(shape_);
       if (state[1] == 0.0f) continue;
       if (!started) {
@@ -105,7 +105,7 @@ class Attention {
     each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
       const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(shape_, which.position);
-      end[r] = which.position + 1;
+      end[r] = which.end;
       scale_row(qkv_.row(which.token) + head * dim, shape_.scale_at(which.position), dim, query + r * dim);
     });
   }
@@ -172,6 +172,7 @@ struct Context {
   const int32_t* table;
   int64_t num_blocks;
   int64_t first_token, first_position, num_queries;
+  bool causal;
 
   // An order in which tables with a common prefix are neighbours.
   bool operator<(const Context& other) const {
@@ -191,15 +192,16 @@ std::vector<Query> order_queries(Phase phase, const std::vector<Segment>& segmen
       const int64_t length = s.context_lens[i], count = s.query_starts[i + 1] - s.query_starts[i];
       if (count > 0)
         contexts.push_back({s.block_tables + i * s.table_stride, (length + block_size - 1) / block_size,
-                            s.token_start + s.query_starts[i], length - count, count});
+                            s.token_start + s.query_starts[i], length - count, count, s.causal});
     }
   if (share) std::stable_sort(contexts.begin(), contexts.end());
   std::vector<Query> queries;
   for (size_t i = 0; i < contexts.size(); ++i) {
     const Context& c = contexts[i];
     int64_t shared = share && i > 0 ? c.shared_blocks(contexts[i - 1]) * block_size : 0;
+    const int64_t length = c.first_position + c.num_queries;
     for (int64_t q = 0; q < c.num_queries; ++q, shared = INT64_MAX)
-      queries.push_back({c.first_token + q, c.first_position + q, c.table, shared});
+      queries.push_back({c.first_token + q, c.first_position + q, c.causal ? c.first_position + q + 1 : length, c.table, shared});
   }
   return queries;
 }

@@ -30,7 +30,7 @@ void add_units(const Chunk& chunk, const std::vector<Query>& queries, const Atte
   for (int64_t i = chunk.first; i < chunk.first + chunk.count; ++i) {
     const int64_t position = queries[size_t(i)].position;
     first = std::min(first, window_begin(shape, position) / kSpan);
-    last = std::max(last, position / kSpan);
+    last = std::max(last, (queries[size_t(i)].end - 1) / kSpan);
   }
   if (!plan.by_spans) first = last = -1;
   for (int32_t head = 0; head < shape.num_kv_heads; ++head)
@@ -63,7 +63,7 @@ bool keep_busy(Phase phase, int64_t units, int64_t num_threads) {
 
 AttentionPlan plan_attention(Phase phase, const std::vector<Query>& queries, const AttentionConstants& shape, int num_threads) {
   AttentionPlan plan;
-  for (const Query& query : queries) plan.max_spans = std::max(plan.max_spans, query.position / kSpan + 1);
+  for (const Query& query : queries) plan.max_spans = std::max(plan.max_spans, (query.end - 1) / kSpan + 1);
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t partials = int64_t(queries.size()) * shape.num_heads * plan.max_spans * partial_state(shape);
   const bool can_split = plan.max_spans > 1 && partials < kMaxPartials;

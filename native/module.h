@@ -130,7 +130,7 @@ struct RanksHolder {
 
 // -- segments of a batch --------------------------------------------------------------------------------------------------
 
-// The segments (phase, token_start, query_starts, context_lens, block_tables), checked against the batch and the cache.
+// The segments (phase, token_start, query_starts, context_lens, block_tables, causal), checked against the batch and the cache.
 // They must cover the tokens [0, num_tokens) in order. `tables` keeps alive the block tables that the queries point into.
 Queries queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share, std::vector<Tables>& tables);
 

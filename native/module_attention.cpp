@@ -27,9 +27,9 @@ Segment segment_of(nb::handle item, int64_t first_token, int64_t num_tokens, con
                    std::vector<Tables>& all_tables) {
   int phase = 0;
   int64_t token_start = 0;
-  require(nb::isinstance<nb::tuple>(item) && nb::len(item) == 5 && nb::isinstance<nb::int_>(item[0]) && nb::isinstance<nb::int_>(item[1]) &&
-              nb::try_cast(item[0], phase) && nb::try_cast(item[1], token_start),
-          "a segment must be a tuple (phase, token_start, query_starts, context_lens, block_tables)");
+  require(nb::isinstance<nb::tuple>(item) && nb::len(item) == 6 && nb::isinstance<nb::int_>(item[0]) && nb::isinstance<nb::int_>(item[1]) &&
+              nb::isinstance<nb::bool_>(item[5]) && nb::try_cast(item[0], phase) && nb::try_cast(item[1], token_start),
+          "a segment must be a tuple (phase, token_start, query_starts, context_lens, block_tables, causal)");
   require(phase == int(Phase::Prefill) || phase == int(Phase::Decode), "phase is ", phase, " and must be 0 (prefill) or 1 (decode)");
   const Ints& starts = arrays.emplace_back(ints("query_starts", item[2]));
   const Ints& lens = arrays.emplace_back(ints("context_lens", item[3]));
@@ -38,7 +38,7 @@ Segment segment_of(nb::handle item, int64_t first_token, int64_t num_tokens, con
   require(count > 0, "context_lens is empty and must have one element for each sequence of the segment");
   require_length("query_starts", starts, count + 1);
   require(rows_in(tables) == count, "block_tables has ", rows_in(tables), " rows and must have ", count, ", one for each sequence");
-  const Segment s{Phase(phase), token_start, count, starts.data(), lens.data(), tables.data(), width_of(tables)};
+  const Segment s{Phase(phase), nb::cast<bool>(item[5]), token_start, count, starts.data(), lens.data(), tables.data(), width_of(tables)};
   require(token_start == first_token, "token_start is ", token_start, " and must be ", first_token,
           ": segments follow each other without gaps");
   require(s.query_starts[0] == 0, "query_starts[0] is ", s.query_starts[0], " and must be 0");

@@ -57,6 +57,7 @@ enum class Phase : int32_t {
 // One segment of a batch: whole sequences of one phase, one after the other.
 struct Segment {
   Phase phase;
+  bool causal;  // false: every query sees the whole context of its sequence, from the start of its window on
   int64_t token_start;
   int64_t num_sequences;
   const int32_t* query_starts;  // [s + 1], from token_start
@@ -69,6 +70,7 @@ struct Segment {
 struct Query {
   int64_t token;         // row of the batch
   int64_t position;      // in its context
+  int64_t end;           // one past the last position that it sees
   const int32_t* table;  // blocks of its context
   int64_t shared;        // leading tokens that lie in the same blocks as those of the query before; INT64_MAX within a sequence
 };

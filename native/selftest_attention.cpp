@@ -82,10 +82,10 @@ void check_nan() {
 }
 
 // Queries of sequences that have nothing in common: `count` each, the last at the end of a context of `length` tokens.
-std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length) {
+std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length, bool causal = true) {
   std::vector<Query> queries;
   for (int64_t s = 0; s < sequences; ++s)
-    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, nullptr, q ? INT64_MAX : 0});
+    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, causal ? length - count + q + 1 : length, nullptr, q ? INT64_MAX : 0});
   return queries;
 }
 
@@ -100,8 +100,9 @@ void check_plan(const char* name, Phase phase, const std::vector<Query>& queries
         seen[size_t((i * 3 + unit.kv_head) * plan.max_spans + span)] += unit.span < 0 || unit.span == span;
   bool good = plan.by_spans == by_spans && (plan.partial_floats > 0) == by_spans;
   for (size_t i = 0; i < seen.size(); ++i) {
-    const int64_t position = queries[i / size_t(3 * plan.max_spans)].position, span = int64_t(i) % plan.max_spans;
-    const bool visible = span >= window_begin(shape, position) / kSpan && span <= position / kSpan;
+    const Query& query = queries[i / size_t(3 * plan.max_spans)];
+    const int64_t span = int64_t(i) % plan.max_spans;
+    const bool visible = span >= window_begin(shape, query.position) / kSpan && span * kSpan < query.end;
     good = good && seen[i] <= 1 && (!visible || seen[i] == 1);
   }
   failures += !good;
@@ -120,6 +121,8 @@ void check_plans() {
   check_plan("a short prompt behind a prefix", Phase::Prefill, some_queries(1, 8, 4096), 2, true);
   check_plan("a prompt that does not come out even", Phase::Prefill, some_queries(1, 512, 4096), 7, true);
   check_plan("a prompt with a window", Phase::Prefill, some_queries(2, 300, 3000), 2, false, 400);
+  check_plan("an image", Phase::Prefill, some_queries(2, 300, 3000, false), 2, false);
+  check_plan("an image behind a prefix", Phase::Prefill, some_queries(1, 8, 4096, false), 2, true);
   check_plan("no queries", Phase::Prefill, {}, 2, false);
 }
 

@@ -14,6 +14,9 @@ __version__ = "0.2.0"
 _HOME = {
     "LLM": "bifolio.api.llm",
     "AsyncLLM": "bifolio.api.async_llm",
+    "Branch": "bifolio.api.branch",
+    "AsyncBranch": "bifolio.api.branch",
+    "Score": "bifolio.api.outputs",
     "Grammar": "bifolio.sampling.grammar",
     "AsyncLLMEngine": "bifolio.api.async_llm",
     "EngineArgs": "bifolio.api.engine_args",
@@ -43,6 +46,8 @@ __all__ = [*_HOME, "__version__"]
 if TYPE_CHECKING:
     from bifolio.api.async_llm import AsyncLLM as AsyncLLM
     from bifolio.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from bifolio.api.branch import AsyncBranch as AsyncBranch
+    from bifolio.api.branch import Branch as Branch
     from bifolio.api.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from bifolio.api.engine_args import EngineArgs as EngineArgs
     from bifolio.api.language_model import LanguageModel as LanguageModel
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     from bifolio.api.outputs import CompletionOutput as CompletionOutput
     from bifolio.api.outputs import Logprob as Logprob
     from bifolio.api.outputs import RequestOutput as RequestOutput
+    from bifolio.api.outputs import Score as Score
     from bifolio.beam_params import BeamSearchParams as BeamSearchParams
     from bifolio.cache.block_manager import KVCacheBlockManager as KVCacheBlockManager
     from bifolio.config import ModelConfig as ModelConfig

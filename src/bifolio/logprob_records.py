@@ -90,8 +90,9 @@ class LogprobRecords(Sequence[TokenLogprob]):
         for item in items:
             self.append(item)
 
-    def copy(self) -> LogprobRecords:
-        copy = LogprobRecords(0, self._data)
+    def copy(self, first: int = 0) -> LogprobRecords:
+        """The records from number `first` on."""
+        copy = LogprobRecords(0, self._data[first * self.num_bytes :])
         copy.num_bytes = self.num_bytes
         return copy
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from bifolio.adapter_salt import salt_of_adapter
 from bifolio.errors import FaultKind
+from bifolio.images import Mark, PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.long_rope import salt_of_rope
 from bifolio.sampling_params import SamplingParams
@@ -149,8 +150,16 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """The final text of the output, detokenised when it is read."""
-        return "" if self.reader is None or not self.output_token_ids else self.reader.whole(self.output_token_ids)
+        """The final text of the new output, detokenised when it is read."""
+        given = self.request.num_given
+        if self.reader is None or len(self.output_token_ids) <= given:
+            return ""
+        return str(self.reader.whole(self.output_token_ids, given))
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """The output behind the tokens that were given."""
+        return self.output_token_ids[self.request.num_given :]
 
     @property
     def num_tokens(self) -> int:
@@ -261,7 +270,7 @@ class Sequence:
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request beside its prompt and parameters; `Request` has their meaning and defaults."""
+    """The options of a request beside its parameters; `Request` has their meaning and defaults."""
 
     prompt: str | None
     priority: int
@@ -269,6 +278,9 @@ class RequestOptions(TypedDict, total=False):
     owner: str
     salt: bytes
     adapter: Any
+    num_given: int
+    score_from: int
+    images: tuple[PromptImage, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -284,7 +296,10 @@ class Request:
     priority: int = 0  # smaller runs first
     turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
+    num_given: int = 0  # output tokens that were known before: the last ones of the tokens that it was added with
+    score_from: int = 0  # prompt logprobs are those of the tokens after this position
     rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)
     adapter: Any = None  # the low-rank adapter of its network (`engine.adapters.LoadedAdapter`); None: the base
     max_tokens: int = 0  # of each completion, resolved against the model's context
@@ -297,10 +312,12 @@ class Request:
     search: Any = None  # the beam search, if the request is one
     steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
     wants_logprobs: bool = field(init=False)  # of every sampled token
+    marks: tuple[Mark, ...] = field(init=False, repr=False)  # of the images, for the digests of blocks
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt as an array, for hashing and copying
 
     def __post_init__(self) -> None:
         self.wants_logprobs = self.params.needs_logprobs
+        self.marks = tuple(image.mark for image in self.images)
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
 
     def set_error(self, fault: FaultKind, message: str) -> None:
@@ -312,13 +329,17 @@ class Request:
         """The salt of the digests of its blocks: two adapters, or the two sets of LongRoPE, never share keys."""
         return salt_of_adapter(self.adapter, salt_of_rope(self.rope, self.salt))
 
+    def marks_until(self, end: int) -> tuple[Mark, ...]:
+        """The marks of the first `end` tokens."""
+        return tuple(mark for mark in self.marks if mark.start < end) if self.marks else ()
+
     @property
     def is_finished(self) -> bool:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, if they were asked for; the first token has none."""
+        """Of each prompt token behind `score_from`, if they were asked for; the first token has none."""
         return None if self.prompt_scores is None else [None, *self.prompt_scores]
 
 
@@ -352,6 +373,11 @@ class StepResult:
         if sequence is None or not self.number or not sequence.request.wants_logprobs:
             return None
         return sequence.logprobs[self.number - 1]
+
+
+def unforked_children(sequence: Sequence) -> list[Sequence]:
+    """Sequences of the same request that are not yet forked from this one."""
+    return team(sequence)[1:] if sequence.group is None else []
 
 
 def team(sequence: Sequence) -> list[Sequence]:

@@ -17,7 +17,7 @@ from bifolio.api.vllm_options import speculative_from
 from bifolio.config import SpeculativeConfig
 from bifolio.errors import BifolioError, ConfigError, RequestError
 from bifolio.sampling_params import IGNORED, RequestOutputKind
-from helpers import tiny_folder, tiny_tokenizer
+from helpers import scratch, tiny_folder, tiny_tokenizer
 
 E = tiny_tokenizer().token_to_id("e")
 PROMPT = "the fox the fox the fox the"
@@ -116,6 +116,7 @@ NAMED: dict[str, list[Any]] = {
     "dtype": ["float16", "q8_0"], "kv_cache_dtype": ["f16"], "memory": ["64MB"], "device": ["nowhere"],
     "kernels": ["native"], "activations": ["int8", "nothing"], "speculative": [SpeculativeConfig("ngram")],
     "speculative_config": [{"method": "ngram"}], "model": ["no-such-model"], "max_model_len": [64],
+    "kv_offload": ["1MB"], "kv_offload_dir": [scratch() / "tier"], "kv_offload_disk": ["1MB"],
 }  # fmt: skip
 ON_A_GPU = {  # and for hybrid models: nothing to see here
     "gpu_memory_utilization": "the share of a GPU's memory",
@@ -146,7 +147,8 @@ def test_every_option_of_llm_changes_the_engine(folder: Any, capsys: pytest.Capt
     parameters = inspect.signature(LLM.__init__).parameters
     names = [name for name, each in parameters.items() if name != "self" and each.kind is not each.VAR_KEYWORD]
     bases: dict[str, dict[str, Any]] = {
-        "memory": {"num_blocks": None}, "threads": {"kernels": "native"}, "activations": {"kernels": "native"},
+        "memory": {"num_blocks": None}, "kv_offload_disk": {"kv_offload_dir": scratch() / "tier"},
+        "threads": {"kernels": "native"}, "activations": {"kernels": "native"},
     }  # fmt: skip
     wanted = [name for name in names if name not in ON_A_GPU]
     silent = [name for name in wanted if not _decides(folder, capsys, name, bases.get(name, {}))]

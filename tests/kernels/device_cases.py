@@ -104,6 +104,16 @@ def deterministic(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return rows, alone, mixed, mixed_alone
 
 
+@case("build_facts")
+def build_facts(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Names and values for people and for digests; the values are each build's own."""
+    facts = kernels.build_facts()
+    assert facts == kernels.build_facts()
+    assert facts
+    assert all(isinstance(value, str) and value for value in facts.values())
+    return ()
+
+
 @case("activation_planes")
 def activation_planes(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """How often a quantised weight meets an activation as integers; the value is each set's own."""

@@ -66,6 +66,7 @@ def segment(**changes: Any) -> tuple[Any, ...]:
         "query_starts": ints(0, 1, TOKENS),
         "context_lens": ints(20, 10),
         "block_tables": np.array([[1, 2], [3, 0]], np.int32),
+        "causal": True,
     }
     return tuple((fields | changes).values())
 

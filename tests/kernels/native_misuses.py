@@ -58,6 +58,7 @@ def wrong_segments(entry: str) -> list[Misuse]:
         ("segments that are a tuple", {"segments": (segment(),)}, "incompatible", TypeError),
         ("a segment with a field less", {"segments": [segment()[:-1]]}, "must be a tuple"),
         ("a segment that is a list", {"segments": [list(segment())]}, "must be a tuple"),
+        ("a causal that is a number", changed(causal=1), "must be a tuple"),
         ("a segment twice", {"segments": [segment(), segment()]}, "token_start is 0 and must be 6"),
         ("an unknown phase", changed(phase=2), "phase is 2 and must be 0"),
         ("a negative phase", changed(phase=-1), "phase is -1"),

@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from bifolio.api.branch import AsyncBranch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_args import EngineArgs
 from bifolio.api.generation import Generation, GrowingOutput
 from bifolio.api.llm import LLM, LoRA
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.api.prompts import Prompt, as_prompts, beam_params
+from bifolio.api.shared_engine import Start
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.requests import as_token_ids
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import RequestOutputKind, SamplingParams
-from bifolio.sequence import Request, RequestOptions, StepResult
+from bifolio.sequence import Request, StepResult
 from bifolio.text.chat_template import Message
+
+T = TypeVar("T")
 
 
 class _Channel:
@@ -88,6 +93,13 @@ class AsyncLLM:
             lambda: self._growing(wanted, sampling_params, priority, request_id, lora_request),
         )
 
+    async def open(self, prompt: Prompt) -> AsyncBranch:
+        """Compute a prompt and hold it as an `AsyncBranch`, as `LLM.open` does."""
+        tokens = await asyncio.to_thread(self.llm.prompt_tokens, prompt)
+        ids = as_token_ids(tokens.token_ids)
+        state = await self.with_engine(lambda: self.llm.branches.open(ids, images=tokens.images))
+        return await AsyncBranch(self, state).compute()
+
     async def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -99,6 +111,22 @@ class AsyncLLM:
         """Run a beam search for every prompt, as `LLM.beam_search` does."""
         batch = as_prompts(prompts)
         return await self._ended(*await self._add(batch, beam_params(params, len(batch)), 0, request_id, lora_request))
+
+    async def run_requests(self, starts: Sequence[Start]) -> list[Request]:
+        """Run the requests that these functions make, all or none, until they are finished."""
+        ids = [f"async-{next(self._ids)}" for _ in starts]
+        made = zip(ids, starts, strict=True)
+        requests, channel = await self._added(ids, lambda engine: (start(engine, one) for one, start in made))
+        try:
+            while any(not request.is_finished for request in requests):
+                await self._next(channel)
+            return requests
+        finally:
+            self._forget(requests)
+
+    async def with_engine(self, function: Callable[[], T]) -> T:
+        """Call a function between two steps."""
+        return await asyncio.wrap_future(self.thread.call(lambda engine: function()))
 
     async def _finished(
         self, prompts: Any, params: Any, priority: int, request_id: str | None, lora_request: LoRA
@@ -159,10 +187,9 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            tokens = await asyncio.to_thread(self.llm.chat_tokens, conversation, tools=tools)
-            prompts.append({"prompt_token_ids": tokens})
+        prompts: list[Prompt] = [
+            await asyncio.to_thread(self.llm.chat_prompt, conversation, tools=tools) for conversation in conversations
+        ]
         return await self.generate(prompts, sampling_params, lora_request=lora_request)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -226,15 +253,30 @@ class AsyncLLM:
         ids = [f"async-{next(self._ids)}" for _ in batch]
         if request_id is not None:
             ids = [request_id if not number else f"{request_id}-{number}" for number in range(len(batch))]
+        every = list(zip(ids, inputs, each, adapters, strict=True))
+        return await self._added(
+            ids,
+            lambda engine: (
+                engine.add_request(
+                    new_id, own.token_ids, one, prompt=own.text, images=own.images, priority=priority, adapter=adapter
+                )
+                for new_id, own, one, adapter in every
+            ),
+        )
+
+    async def _added(
+        self, ids: list[str], make: Callable[[InferenceEngine], Iterable[Request | None]]
+    ) -> tuple[list[Request], _Channel]:
+        """The requests that `make` adds between two steps, all or none."""
         channel = _Channel()
 
         def add(engine: InferenceEngine) -> list[Request]:
             requests: list[Request] = []
             try:
-                for new_id, (text, tokens), one, adapter in zip(ids, inputs, each, adapters, strict=True):
-                    options: RequestOptions = {"prompt": text, "priority": priority, "adapter": adapter}
-                    requests.append(engine.add_request(new_id, tokens, one, **options))
-                    self._channels[new_id] = channel
+                for request in make(engine):
+                    if request is not None:
+                        requests.append(request)
+                        self._channels[request.request_id] = channel
             except BaseException:
                 self._end(engine, requests)
                 raise

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bifolio.api.vllm_options import cache_dtype, weight_dtype
-from bifolio.config import AdapterConfig, CacheConfig, EngineConfig, SpeculativeConfig
+from bifolio.config import AdapterConfig, CacheConfig, EngineConfig, SpeculativeConfig, TierSettings
 from bifolio.engine.build import resolve_sizes
 from bifolio.engine.memory import default_threads
 from bifolio.engine.parallel.commands import command_bytes
 from bifolio.engine.parallel.team import RankTeam, engine_settings
+from bifolio.engine.tiers.build import check_tiers
 from bifolio.errors import ConfigError
 from bifolio.kernels.cpu import MAX_RANKS
 from bifolio.kernels.interface import KernelSet
@@ -47,6 +48,7 @@ class EngineOptions:
     quantization: str | None = None  # of dense layers on a GPU
     tensor_parallel_size: int = 1
     adapters: AdapterConfig = USUAL_ADAPTERS
+    tiers: TierSettings | None = None
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -72,6 +74,7 @@ class EngineOptions:
         """The configuration before memory is planned: the number of blocks is still unlimited."""
         sizes = resolve_sizes(kernels, self.block_size, self.max_num_seqs, self.chunk_size, self.token_budget)
         is_cpu = kernels.device == "cpu"
+        check_tiers(self.tiers, kernels.device, self.tensor_parallel_size, self.enable_prefix_caching)
         return EngineConfig(
             cache=CacheConfig(
                 sys.maxsize,
@@ -88,6 +91,7 @@ class EngineOptions:
             deterministic=self.deterministic is not False if is_cpu else bool(self.deterministic),
             device=kernels.device,
             speculative=self.speculative,
+            tiers=self.tiers,
             warm_up=self.warm_up,
             adapters=self.adapters,
         )

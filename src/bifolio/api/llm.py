@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
+from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
 from bifolio.api.lora import LoRARequest, adapters_for, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.prompts import (
     Params,
     Prompt,
-    PromptTokens,
     as_prompts,
     beam_params,
     checked_params,
@@ -25,15 +27,17 @@ from bifolio.api.prompts import (
     show_progress,
     suffix_of,
 )
-from bifolio.api.shared_engine import SharedEngine
+from bifolio.api.shared_engine import SharedEngine, Start
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import MAX_LORA_RANK, MAX_LORAS, NUMERICS, AdapterConfig, SpeculativeConfig
+from bifolio.config import MAX_LORA_RANK, MAX_LORAS, NUMERICS, AdapterConfig, SpeculativeConfig, TierSettings
 from bifolio.engine.adapters import AdapterSource, LoadedAdapter
+from bifolio.engine.branches import BranchOwner
 from bifolio.engine.build import build_engine
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import check_threads, parse_bytes
+from bifolio.engine.memory import check_threads, read_size
+from bifolio.engine.requests import as_token_ids
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
@@ -42,12 +46,15 @@ from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
 from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import OnLoad
+from bifolio.prompts import PromptTokens
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
+from bifolio.sequence import Request
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
 
 LoRA: TypeAlias = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+T = TypeVar("T")
 
 
 class LLM:
@@ -63,11 +70,12 @@ class LLM:
     `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for output that depends on
     the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
     each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
-    request. `lora_modules` are low-rank adapters by name, each a path or a list of (path, factor) that are added
-    (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay in memory; unknown names are
-    looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`).
-    Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared,
-    layers in all) while weights are prepared.
+    request. Blocks that leave the cache are kept in `kv_offload` bytes of memory ("8GB") and in files under
+    `kv_offload_dir`, at most `kv_offload_disk` bytes. `lora_modules` are low-rank adapters by name, each a path or a
+    list of (path, factor) that are added (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay
+    in memory; unknown names are looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a
+    GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
+    called with (layers prepared, layers in all) while weights are prepared.
     """
 
     def __init__(
@@ -101,6 +109,9 @@ class LLM:
         max_lora_rank: int = MAX_LORA_RANK,
         lora_dir: str | Path | None = None,
         max_waiting: int | None = None,
+        kv_offload: int | str | None = None,
+        kv_offload_dir: str | Path | None = None,
+        kv_offload_disk: int | str | None = None,
         poison_free_blocks: bool = False,
         warm_up: bool = True,
         verbose: bool = False,
@@ -122,13 +133,14 @@ class LLM:
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
             adapters=AdapterConfig(max_loras, max_lora_rank, None if lora_dir is None else str(lora_dir)),
+            tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip
         activations = activations_for(activations, self.model.config.num_parameters)
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)
         sizes: Any = {
             "num_blocks": num_blocks,
-            "memory": None if memory is None else parse_bytes(memory),
+            "memory": read_size(memory),
             "utilisation": gpu_memory_utilization,
         }
         draft = options.draft_model(self.model)
@@ -174,6 +186,12 @@ class LLM:
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
         return self._run(batch, params, priorities, use_tqdm, lora_request)
 
+    def open(self, prompt: Prompt) -> Branch:
+        """Compute a prompt and hold it as a `Branch`: to fork, append to, generate from, score and cut it."""
+        tokens = self.prompt_tokens(prompt)
+        state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens.token_ids), images=tokens.images))
+        return Branch(self, state).compute()
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -202,6 +220,19 @@ class LLM:
         requests = self._shared.add_all(prompts, params, priorities, adapters)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
         return [request_output(request, self.decode_token) for request in requests]
+
+    @cached_property
+    def branches(self) -> BranchOwner:
+        """The owner of all branches of this LLM."""
+        return BranchOwner(self.engine)
+
+    def run_requests(self, starts: Sequence[Start]) -> list[Request]:
+        """Run the requests that these functions make in one batch with those of other threads."""
+        return self._shared.run(starts)
+
+    def with_engine(self, function: Callable[[], T]) -> T:
+        """Call a function while no step runs."""
+        return self._shared.locked(function)
 
     @property
     def decode_token(self) -> Decode | None:
@@ -239,15 +270,19 @@ class LLM:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": self.chat_tokens(conversation, **options)} for conversation in conversations
-        ]
+        prompts: list[Prompt] = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
+        """Token ids of a conversation."""
+        return list(self.chat_prompt(messages, **options).token_ids)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> PromptTokens:
+        """The tokens and images of a conversation; special tokens come from the template alone (`text.roles`)."""
         tokenizer = self.model.require_tokenizer()
         check_messages(messages)
+        messages, images = taken_out(messages)
+        pictures = [required_vision(self.model).read(image) for image in images]
         if options.get("tools") and self.model.chat_template is not None:
             check_takes_tools(self.model.chat_template)
         placeholders = Placeholders(tokenizer.special_tokens)
@@ -257,7 +292,10 @@ class LLM:
             special_tokens=self.model.special_tokens,
             **placeholders.protect(options),
         )
-        return tokenizer.encode_parts(placeholders.parts(text))
+        parts = placeholders.parts(text)
+        if pictures:
+            return parts_with_images(self.model, parts, pictures)
+        return PromptTokens(None, tokenizer.encode_parts(parts))
 
     # -- configuration -----------------------------------------------------------------------------------------
     def print_plan(self) -> None:
@@ -328,18 +366,25 @@ class LLM:
         return prompts, each
 
     def prompt_tokens(self, prompt: Prompt) -> PromptTokens:
-        """(text or None, token ids) of a prompt in any of its forms."""
+        """The text, token ids and images of a prompt in any of its forms."""
+        if isinstance(prompt, PromptTokens):
+            return prompt
         text: str | None = None
         suffix = suffix_of(prompt)
         token_ids: Any = prompt
         if isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            images = given_images(prompt)
+            if images:
+                if suffix is not None:
+                    raise RequestError("a prompt has either a suffix or images: leave one of them out")
+                return with_images(self.model, text, token_ids, images)
             token_ids = text if token_ids is None else token_ids
         if suffix is not None and token_ids is not None:
             infill = self.model.require_infill()
-            return text, infill.prompt(self.model.require_tokenizer(), token_ids, suffix)
+            return PromptTokens(text, infill.prompt(self.model.require_tokenizer(), token_ids, suffix))
         if isinstance(token_ids, str):
             text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
         if token_ids is None or isinstance(token_ids, Mapping):
             raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
-        return text, token_ids
+        return PromptTokens(text, token_ids)

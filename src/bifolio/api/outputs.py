@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import TypeAlias, overload
 
+from bifolio.errors import RequestError
 from bifolio.sequence import FinishReason, Request, RequestMetrics, Sequence, TokenLogprob
 
 Decode: TypeAlias = Callable[[int], str]
@@ -89,6 +91,25 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """The logprobs of given tokens behind a branch."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each token, after all tokens before it
+    ranks: list[int]  # 1: the most likely token
+
+    @property
+    def total(self) -> float:
+        """The logprob of all tokens together."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return all(rank == 1 for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class BeamSequence:
     """One text of a beam search as vLLM returns it: the prompt is part of `tokens` and `text`."""
 
@@ -148,6 +169,14 @@ def request_output(request: Request, decode: Decode | None = None) -> RequestOut
     )
 
 
+def scored_continuation(request: Request) -> Score:
+    """The result of a request that scores the end of its prompt."""
+    if request.error is not None or request.prompt_scores is None:
+        raise RequestError(f"the continuation could not be scored: {request.error or 'the request was aborted'}")
+    scored = list(request.prompt_scores)
+    return Score([one.token_id for one in scored], [one.logprob for one in scored], [one.rank for one in scored])
+
+
 def prompt_scores(request: Request, decode: Decode | None) -> list[PositionLogprobs | None] | None:
     """The logprobs of the prompt, complete from the first output token on; None if they were not asked for."""
     scored = request.prompt_logprobs
@@ -178,9 +207,9 @@ def _completion(request: Request, sequence: Sequence, index: int, decode: Decode
     return CompletionOutput(
         index=index,
         text=sequence.text,
-        token_ids=list(sequence.output_token_ids),
+        token_ids=sequence.new_token_ids,
         cumulative_logprob=sequence.cumulative_logprob if summed else None,
-        logprobs=OutputLogprobs(sequence.logprobs.copy(), decode) if wanted else None,
+        logprobs=OutputLogprobs(sequence.logprobs.copy(request.num_given), decode) if wanted else None,
         finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
         stop_reason=sequence.stop_reason,
         score=sequence.score,

@@ -9,18 +9,18 @@ from typing import Any, TypeAlias, TypeVar
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.errors import RequestError, did_you_mean
+from bifolio.prompts import PromptTokens
 from bifolio.sampling_params import SamplingParams
 
 Params = TypeVar("Params", SamplingParams, BeamSearchParams, SamplingParams | BeamSearchParams)
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-PromptTokens: TypeAlias = tuple[str | None, Sequence[int]]  # text, if it was given; token ids
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "suffix")  # of a prompt that is a mapping
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any] | PromptTokens
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "suffix", "multi_modal_data")  # of a prompt that is a mapping
 PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Normalise one prompt or several (text, token ids or mappings) to a list."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | PromptTokens):
         return [prompts]
     if prompts is None or not hasattr(prompts, "__len__"):
         raise RequestError(f"prompts are text, token ids or a list of them, not {prompts!r}")

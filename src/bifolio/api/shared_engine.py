@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
-from bifolio.api.prompts import PromptTokens
 from bifolio.api.stream import TokenStream
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.prompts import PromptTokens
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
+
+Start: TypeAlias = Callable[[InferenceEngine, str], Request | None]  # makes the request of an id, if one is needed
+T = TypeVar("T")
 
 
 class SharedEngine:
@@ -74,11 +78,12 @@ class SharedEngine:
         adapter: LoadedAdapter | None,
         results: list[StepResult] | None,
     ) -> Request:
-        text, token_ids = prompt
+        options: RequestOptions = {
+            "prompt": prompt.text, "images": prompt.images, "priority": priority, "adapter": adapter,
+        }  # fmt: skip
         with self._lock:
             self._check_owner()
-            options: RequestOptions = {"prompt": text, "priority": priority, "adapter": adapter}
-            request = self.engine.add_request(request_id, token_ids, params, **options)
+            request = self.engine.add_request(request_id, prompt.token_ids, params, **options)
             if results is not None:
                 self._streams[request_id] = results
             return request
@@ -93,6 +98,27 @@ class SharedEngine:
         unread: list[StepResult] = []
         requests = self.add_all(prompts, params, [0] * len(prompts), adapters, unread)
         return TokenStream(requests, unread, self._lock, self.step, self.abort)
+
+    def run(self, starts: Sequence[Start]) -> list[Request]:
+        """Add the requests that these functions make, all or none, and run until they are finished."""
+        requests: list[Request] = []
+        with self._lock:
+            self._check_owner()
+            try:
+                for start in starts:
+                    request = start(self.engine, f"request-{next(self._ids)}")
+                    requests += [] if request is None else [request]
+            except BaseException:
+                self.abort(requests)
+                raise
+        self.finish(requests, progress=False)
+        return requests
+
+    def locked(self, function: Callable[[], T]) -> T:
+        """Call a function that reads or changes state of the engine."""
+        with self._lock:
+            self._check_owner()
+            return function()
 
     def step(self) -> list[StepResult]:
         """One step for the requests of all threads; results of streams go to their readers."""

@@ -33,7 +33,7 @@ IGNORED = {
     "revision": "revisions are chosen by `bifolio pull`",
     "download_dir": "models are fetched by `bifolio pull` into $BIFOLIO_CACHE",
     "load_format": "the format follows from the file",
-    "swap_space": "a preempted sequence is computed again",
+    "swap_space": "a preempted sequence is computed again, or read from the tiers of kv_offload",
     "cpu_offload_gb": "weights stay on one device",
     "enable_chunked_prefill": "prompts are always computed in chunks of chunk_size",
     "disable_log_stats": "LLM writes no log",

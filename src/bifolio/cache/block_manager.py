@@ -28,9 +28,11 @@ from bifolio.cache.block_table import (
 from bifolio.cache.digests import TokenIds, root_digest
 from bifolio.cache.events import CacheEvents
 from bifolio.cache.invariants import find_problems, find_state_problems
+from bifolio.cache.keeper import BlockKeeper
 from bifolio.cache.table_states import StatePass, StateRequest, TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
+from bifolio.images import Mark
 from bifolio.kernels.storage import BlockMover
 
 
@@ -78,16 +80,23 @@ class KVCacheBlockManager(BlockQueries):
     # -- verbs -------------------------------------------------------------------------------------------------------
 
     def open_table(
-        self, sequence_id: int, token_ids: Sequence[int] = (), *, salt: bytes = b"", max_cached: int | None = None
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int] = (),
+        *,
+        salt: bytes = b"",
+        max_cached: int | None = None,
+        marks: tuple[Mark, ...] = (),
     ) -> int:
         """Open a table on the longest cached prefix of `token_ids`; return the number of tokens it already holds.
 
         At least one token is left to compute, since its logits are needed. `max_cached` limits the tokens reused.
+        `marks`: of tokens whose ids do not tell their content.
         """
         with self.lock:
             self._check_new(sequence_id)
-            table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching)
-            table.chain = self._find_prefix(token_ids, table.root, max_cached)
+            table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching, marks)
+            table.chain = self._find_prefix(token_ids, table.root, max_cached, marks)
             self._tables[sequence_id] = table
             if self._states is not None:
                 table.state = self._states.open(table.chain)
@@ -145,7 +154,7 @@ class KVCacheBlockManager(BlockQueries):
             self._check_new(child_id)
             self.check_fork(parent_id)
             state = None if self._states is None or parent.state is None else self._states.fork(parent.state)
-            child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes)
+            child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes, parent.marks)
             child.block_ids = list(parent.block_ids)
             child.num_tokens = parent.num_tokens
             child.chain = list(parent.chain)
@@ -304,6 +313,13 @@ class KVCacheBlockManager(BlockQueries):
             known = [tables.get(sequence_id) or find_table(tables, sequence_id) for sequence_id in ids]
             changed = [table for table in known if table.first_changed < len(table.block_ids)]
             return [(table.sequence_id, *table.take_changes()) for table in changed]
+
+    def keep_in(self, keeper: BlockKeeper) -> None:
+        """Offer blocks and checkpoints to `keeper`, from now on."""
+        with self.lock:
+            self._pool.keeper = keeper
+            if self._states is not None:
+                self._states.pool.keeper = keeper
 
     def record_events(self, events: CacheEvents) -> None:
         """Record in `events` which blocks can be found by content, from now on."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bifolio.cache.events import CacheEvents, Cleared, Removed
+from bifolio.cache.keeper import BlockKeeper
 
 PADDING_BLOCK = 0  # target of padded table entries and padded writes: never allocated, freed or hashed
 
@@ -43,6 +44,7 @@ class BlockPool:
         self.on_free: Callable[[list[int]], None] | None = None
         self.on_forget: Callable[[bytes], None] | None = None  # called with each digest that is removed alone
         self.events: CacheEvents | None = None  # record of stored and removed blocks
+        self.keeper: BlockKeeper | None = None  # the tiers below the cache
 
     @property
     def num_free(self) -> int:
@@ -105,6 +107,8 @@ class BlockPool:
         """Remove the digest of a block whose content is about to change."""
         digest = self.digests[block_id]
         if digest is not None:
+            if self.keeper is not None:
+                self.keeper.leaves(digest, block_id)
             del self.cached[digest]
             self.digests[block_id] = None
             if self.on_forget is not None:
@@ -117,6 +121,8 @@ class BlockPool:
         for block_id in self.cached.values():
             self.digests[block_id] = None
         self.cached.clear()
+        if self.keeper is not None:
+            self.keeper.dropped_all()
         if self.events is not None:
             self.events.record(Cleared())
         dropped = list(self.evictable)

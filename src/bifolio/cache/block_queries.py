@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import takewhile
 from threading import RLock
 
 import numpy as np
@@ -17,6 +18,17 @@ from bifolio.cache.storage import Page
 from bifolio.cache.table_states import TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError
+from bifolio.images import Mark
+
+
+class _Either:
+    """The union of two containers."""
+
+    def __init__(self, first: Container[bytes], second: Container[bytes]) -> None:
+        self._first, self._second = first, second
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._first or digest in self._second
 
 
 class BlockQueries:
@@ -128,6 +140,39 @@ class BlockQueries:
             count = len(chain) if self._states is None else self._states.usable(chain)
             return count * self.block_size
 
+    def further_prefix(
+        self,
+        token_ids: Sequence[int],
+        salt: bytes,
+        marks: tuple[Mark, ...],
+        blocks: Container[bytes],
+        states: Container[bytes],
+    ) -> tuple[int, list[bytes]]:
+        """(Leading blocks that `open_table` would find, digests of the following ones that a tier has).
+
+        `blocks` and `states` are the digests of the tier. Blocks of a hybrid are of use up to its last state.
+        """
+        with self.lock:
+            known, root = _Either(self._pool.cached, blocks), root_digest(salt)
+            size = self.block_size
+            chain = find_chain(known, root, token_ids, (len(token_ids) - 1) // size, size, marks)
+            held = next((place for place, digest in enumerate(chain) if digest not in self._pool.cached), len(chain))
+            if self._states is not None:
+                held = self._states.usable(chain[:held])
+            further = list(takewhile(blocks.__contains__, chain[held:]))
+            if self._states is not None:
+                while further and further[-1] not in states:
+                    further.pop()
+            return held, further
+
+    def cached_block(self, digest: bytes) -> int | None:
+        """The block with this content; the caller holds the lock while it reads it."""
+        return self._pool.cached.get(digest)
+
+    def cached_state(self, digest: bytes) -> int | None:
+        """The checkpoint behind the block of this digest; the caller holds the lock while it reads it."""
+        return None if self._states is None else self._states.pool.checkpoints.get(digest)
+
     def state_stats(self) -> StateStats:
         """Counts of the recurrent states; all 0 for a model without recurrent layers."""
         with self.lock:
@@ -143,12 +188,15 @@ class BlockQueries:
     def _page(self, block_id: int, used: int) -> Page:
         return Page(block_id, used, self._pool.ref_counts[block_id], self._pool.digests[block_id] is not None)
 
-    def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
+    def _find_prefix(
+        self, token_ids: Sequence[int], root: bytes, max_cached: int | None, marks: Sequence[Mark] = ()
+    ) -> list[bytes]:
         """Digests of the leading full blocks that are cached, short of the last token."""
         if max_cached is not None:
             max_cached = whole("max_cached", max_cached)
+        size = self.block_size
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
         try:
-            return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
+            return find_chain(self._pool.cached, root, token_ids, limit // size, size, marks)
         except (TypeError, OverflowError):
             raise CacheError("token ids are whole numbers of 32 bits") from None

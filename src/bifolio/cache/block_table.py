@@ -23,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bifolio.cache.block_pool import PADDING_BLOCK, BlockPool
-from bifolio.cache.digests import TokenIds, next_digest
+from bifolio.cache.digests import TokenIds, marks_in, next_digest
 from bifolio.cache.events import Stored
 from bifolio.cache.states import SequenceState
 from bifolio.counts import whole, whole_ids
 from bifolio.errors import CacheError, UnknownSequenceError
+from bifolio.images import Mark
 
 if TYPE_CHECKING:
     from bifolio.cache.block_manager import KVCacheBlockManager
@@ -47,17 +48,25 @@ class BlockTable:
     """
 
     __slots__ = (
-        "_manager", "block_ids", "block_size", "chain", "first_changed", "num_tokens", "publishes", "root",
+        "_manager", "block_ids", "block_size", "chain", "first_changed", "marks", "num_tokens", "publishes", "root",
         "sequence_id", "state",
     )  # fmt: skip
 
-    def __init__(self, manager: KVCacheBlockManager, sequence_id: int, root: bytes, publishes: bool) -> None:
+    def __init__(
+        self,
+        manager: KVCacheBlockManager,
+        sequence_id: int,
+        root: bytes,
+        publishes: bool,
+        marks: tuple[Mark, ...] = (),
+    ) -> None:
         self._manager = manager
         self.sequence_id = sequence_id
         self.block_size = manager.block_size
         self.block_ids: list[int] = []
         self.num_tokens = 0  # len(block_ids) == ceil(num_tokens / block_size)
         self.root = root  # digest of the empty prefix: carries the salt
+        self.marks = marks  # of tokens whose ids do not tell their content
         self.chain: list[bytes] = []  # digest of each leading full block that was committed
         self.publishes = publishes  # its full blocks may be found by content
         self.state: SequenceState | None = None  # of a model with recurrent layers
@@ -127,7 +136,7 @@ class BlockTable:
         """Continue with the block that `holder` has at the same index, and with its digest if it has one."""
         index = len(self.block_ids)
         if index == 0:
-            self.root = holder.root
+            self.root, self.marks = holder.root, holder.marks
         self.publishes = self.publishes and holder.publishes
         if self.root == holder.root and len(self.chain) == index < len(holder.chain):
             self.chain.append(holder.chain[index])
@@ -299,7 +308,8 @@ def extend_chain(table: BlockTable, pool: BlockPool, token_ids: TokenIds, num_fu
     digests, last = [], chain[-1] if chain else table.root
     try:
         for start in range(first * size, num_full * size, size):
-            last = next_digest(last, token_ids[start : start + size])
+            own = marks_in(table.marks, start, start + size) if table.marks else b""
+            last = next_digest(last, token_ids[start : start + size], own)
             digests.append(last)
     except (TypeError, OverflowError):
         raise CacheError("token ids are whole numbers of 32 bits") from None
@@ -309,6 +319,8 @@ def extend_chain(table: BlockTable, pool: BlockPool, token_ids: TokenIds, num_fu
             _record_stored(table, pool, token_ids, run, index)
             run = index + 1
     _record_stored(table, pool, token_ids, run, num_full)
+    if pool.keeper is not None:
+        pool.keeper.stored(table.chain[first:num_full], table.root)
 
 
 def _record_stored(table: BlockTable, pool: BlockPool, token_ids: TokenIds, first: int, end: int) -> None:

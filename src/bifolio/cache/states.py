@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bifolio.cache.keeper import BlockKeeper
 from bifolio.errors import CacheError, ConfigError
 
 EMPTY_STATE = 0
@@ -78,6 +79,7 @@ class StatePool:
         self.resting: dict[int, list[SequenceState]] = {}  # of each state
         self.rolling: set[bytes] = set()  # checkpoints that the next one of their sequence replaces
         self.on_take: Callable[[int], None] | None = None  # a debug mode fills the state with NaN
+        self.keeper: BlockKeeper | None = None  # the tiers below the cache
         self.num_evicted = 0
 
     @property
@@ -144,6 +146,8 @@ class StatePool:
         """Remove the checkpoint of a digest, if there is one."""
         state = self.checkpoints.pop(digest, None)
         if state is not None:
+            if self.keeper is not None:
+                self.keeper.state_leaves(digest, state)
             self.digests[state] = None
             self.rolling.discard(digest)
             if not self.ref_counts[state] and state not in self.resting:
@@ -198,6 +202,8 @@ class StatePool:
         self.num_evicted += 1
         digest = self.digests[state]
         if digest is not None:
+            if self.keeper is not None:
+                self.keeper.state_leaves(digest, state)
             del self.checkpoints[digest]
             self.digests[state] = None
             self.rolling.discard(digest)

@@ -96,6 +96,7 @@ class TableStates:
         for _, state in owner.drafts:
             self.pool.drop(state)
         owner.drafts = []
+        self._keep_rolling(owner)
         self._drop_pending(owner)
         self._replace(owner, LOST)
 
@@ -124,6 +125,7 @@ class TableStates:
         """Let the state be evicted while the table waits; unverified drafts are dropped."""
         if not owner.is_resting:
             self._settle_drafts(owner, 0)
+            self._keep_rolling(owner)
             self.pool.rest(owner)
 
     def wake(self, owner: SequenceState, chain: list[bytes], num_tokens: int) -> int:
@@ -151,6 +153,8 @@ class TableStates:
         is_new = self.pool.name(checkpoint.state, digest)
         if not checkpoint.is_rolling or (self.spacing and checkpoint.position % self.spacing == 0):
             self.pool.rolling.discard(digest)
+            if self.pool.keeper is not None:
+                self.pool.keeper.state_stored(digest)
         elif is_new:
             self.pool.rolling.add(digest)
         if checkpoint.is_rolling:
@@ -289,6 +293,11 @@ class TableStates:
         self._note(owner, Checkpoint(end, owner.current, True))
 
     # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _keep_rolling(self, owner: SequenceState) -> None:
+        """The last rolling checkpoint of a sequence that ends or waits is where its next turn begins."""
+        if self.pool.keeper is not None and owner.rolling in self.pool.rolling:
+            self.pool.keeper.state_stored(owner.rolling)
 
     def _drop_pending(self, owner: SequenceState | None) -> None:
         for checkpoint in () if owner is None else owner.pending:

@@ -108,6 +108,16 @@ TensorParallelSize = Annotated[
     ),
 ]
 Device = Annotated[str, commands.option("--device", help="Device: auto, cpu, cuda or cuda:N.")]
+KvOffload = Annotated[
+    str | None, commands.option("--kv-offload", help="Memory for blocks that leave the KV cache, such as 8GB.")
+]
+KvOffloadDir = Annotated[
+    str | None,
+    commands.option("--kv-offload-dir", help="Folder for such blocks: found again later, and after a restart."),
+]
+KvOffloadDisk = Annotated[
+    str | None, commands.option("--kv-offload-disk", help="The most bytes of files in that folder; default: 16GiB.")
+]
 Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and notes of the loader.")]
 Speculative = Annotated[
     str | None,
@@ -187,6 +197,9 @@ class Engine(Numerics):
     quantization: Quantization = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
+    kv_offload: KvOffload = None
+    kv_offload_dir: KvOffloadDir = None
+    kv_offload_disk: KvOffloadDisk = None
 
     def llm(self, model: str | None, lora: list[str] | None = None, **others: Any) -> LLM:
         """The model on an engine with these options, behind a bar with the time left while it is loaded.

@@ -21,3 +21,4 @@ from bifolio.config.model import LatentConfig as LatentConfig
 from bifolio.config.model import ModelConfig as ModelConfig
 from bifolio.config.model import RopeConfig as RopeConfig
 from bifolio.config.recurrent import RecurrentConfig as RecurrentConfig
+from bifolio.config.tiers import TierSettings as TierSettings

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from bifolio.config.cache import CacheConfig
+from bifolio.config.tiers import TierSettings
 from bifolio.errors import ConfigError
 
 
@@ -83,6 +84,7 @@ class EngineConfig:
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
     launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
+    tiers: TierSettings | None = None  # below the cache; None: there are none
     warm_up: bool = True  # on a GPU: compile kernels and capture decode steps before the first request
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bifolio.config import AdapterConfig, ModelConfig
+from bifolio.engine.executor import ModelRunner
 from bifolio.errors import ConfigError, RequestError, did_you_mean
 from bifolio.kernels.interface import Adapter, KernelSet
 from bifolio.model.adapters.adapter import AdapterWeights, combined, read_adapter
@@ -68,6 +69,16 @@ class AdapterStore:
         self._numbers = count(1)
         self._table = threading.RLock()
         self._loading = threading.Lock()  # files are read one adapter at a time
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: AdapterConfig, runner: ModelRunner, device: object | None) -> AdapterStore:
+        """The store of an engine; adapters run in one process, on the CPU. `device`: of the engine's slots."""
+        refusal = None
+        if runner.peers is not None:
+            refusal = "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
+        elif device is not None or runner.kernels.device != "cpu":
+            refusal = "adapters (lora_modules) run on the CPU: pass device='cpu', or merge the adapter into the model"
+        return cls(model, runner.kernels, config, refusal)
 
     # -- names ----------------------------------------------------------------------------------------------------
     def __contains__(self, name: object) -> bool:

@@ -35,7 +35,9 @@ from bifolio.engine.speculative.build import new_speculator, with_taps
 from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
+from bifolio.engine.tiers.build import new_tiers
 from bifolio.errors import RequestError
+from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
 from bifolio.model.draft_head import LoadedHead
@@ -74,9 +76,7 @@ class InferenceEngine:
         )
         self.shares = BlockShareManager(self.blocks)
         self.runner = ModelRunner.new(with_taps(model, draft_model), cache, kernels, on_load, peers)
-        self.storages: list[BlockMover] = [self.runner.storage]  # then other ranks' and the draft model's
-        if peers is not None:
-            self.storages.append(peers)
+        self.storages: list[BlockMover] = [self.runner.storage, *([] if peers is None else [peers])]  # then of drafts
         if cache.poison_free_blocks:
             self.blocks.on_free = self._poison
             self.blocks.on_take_state(self.runner.storage.poison_state)
@@ -99,16 +99,16 @@ class InferenceEngine:
         self.postprocess = Postprocessor(
             self.batcher, self.phases, self.blocks, self.slots, kernels, self.speculator, speculation
         )
-        self.adapters = AdapterStore(model.config, kernels, config.adapters, self._refuses_adapters(peers))
+        self.adapters = AdapterStore.of(model.config, config.adapters, self.runner, self.slots.device)
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
-        self.factory = RequestFactory(model, config, self.blocks, self.requests)
+        self.factory = RequestFactory(model, config, self.blocks, self.requests, self._refusal_of_images())
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
-        self._has_states = self.blocks.has_states
         self._counters = EngineStats()
         self._outbox: list[StepResult] = []  # results that are not delivered yet
+        self.tiers = self.batcher.source = new_tiers(self, config.tiers, draft_model)
 
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
@@ -117,6 +117,8 @@ class InferenceEngine:
         if faults.is_active:
             faults.before_step()
         try:
+            if self.tiers is not None and self.tiers.has_tickets:
+                self.tiers.land(self, is_idle=not (self.batcher.num_running or self.in_flight))
             overdue = self.batcher.overdue()
             if overdue is not None:
                 self._yield_to(overdue)
@@ -171,7 +173,7 @@ class InferenceEngine:
         speculator = self.speculator
         if speculator is not None:
             plan = speculator.fill(plan)  # a draft model runs here
-        if self._has_states:
+        if self.blocks.has_states:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         readout = Readout.from_plan(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
@@ -179,7 +181,7 @@ class InferenceEngine:
         launched = executor.launch(plan, readout, self.slots, with_states)
         if speculator is not None:
             speculator.launched(plan, launched.states)
-        self._count(plan)
+        self._counters.count(plan, is_plain=plan.is_uniform or speculator is None)
         self.slots.launched(plan, launched.undrawn is not None)
         return self.postprocess.launched(plan, readout, launched, started)
 
@@ -187,6 +189,9 @@ class InferenceEngine:
         """Read and process the tokens of the oldest launched step."""
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
+        if self.tiers is not None and ticket.plan.prefills:
+            num_tokens = sum(item.num_new for item in ticket.plan.prefills)
+            self.tiers.costs.computed(num_tokens, time.perf_counter() - ticket.started)
         if self.speculator is not None:
             self.speculator.collected(ticket.plan, ticket.started)
 
@@ -214,9 +219,8 @@ class InferenceEngine:
 
     @property
     def has_work(self) -> bool:
-        if self.in_flight or self._outbox or self.batcher.has_work:
-            return True
-        return self.faults.is_active and self.faults.num_parked > 0
+        is_parked = self.faults.is_active and self.faults.num_parked > 0
+        return bool(self.in_flight or self._outbox) or self.batcher.has_work or is_parked
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def add_request(
@@ -250,24 +254,32 @@ class InferenceEngine:
         new_request_id: str,
         token_ids: Sequences[int],
         params: SamplingParams,
+        *,
+        num_kept: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Continue a kept conversation, with its salt, by `token_ids` and generate from there.
+        """Continue a kept conversation, or its first `num_kept` tokens, by `token_ids` and generate from there.
 
-        Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a new request instead.
+        The request has its salt. Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a
+        new request instead.
         """
         parent = self.batcher.kept(request_id)
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         options["salt"] = parent.request.salt
-        request = self.factory.new_request(new_request_id, [*parent.token_ids, *token_ids], params, **options)
-        if params.prompt_logprobs is not None or request.cache_salt != parent.request.cache_salt:  # computed whole
-            return self._enqueue(request)
+        options.setdefault("images", parent.request.images)
+        known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
+        request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
         first = request.sequences[0]
+        shared = min(parent.num_computed, len(known), first.num_tokens - 1)
+        if params.prompt_logprobs is not None:  # the positions that score others are computed again
+            shared = min(shared, request.score_from)
+        if not shared or request.cache_salt != parent.request.cache_salt:
+            return self._enqueue(request)
         self.blocks.fork(parent.id, first.id)
         try:
-            self.blocks.truncate(first.id, min(parent.num_computed, first.num_tokens - 1))
-            first.num_draft_computed = min(parent.num_draft_computed, first.num_tokens - 1)
+            self.blocks.truncate(first.id, shared)
+            first.num_draft_computed = min(parent.num_draft_computed, shared)
             return self._enqueue(request)
         except BaseException:
             self.blocks.release(first.id)
@@ -299,14 +311,18 @@ class InferenceEngine:
             self.abort(request_id)
 
     def close(self) -> None:
-        """End all requests, and the processes of other ranks."""
+        """End all requests, the processes of other ranks, and the tiers once all blocks are written."""
         self.abort_all()
+        if self.tiers is not None:
+            self.tiers.close()
         if self.runner.peers is not None:
             self.runner.peers.close()
 
     def stats(self) -> EngineStats:
         self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)
         self._counters.sharing = self.shares.get_stats()
+        if self.tiers is not None:
+            self._counters.tiers = self.tiers.stats()
         return self._counters
 
     def reset_stats(self) -> None:
@@ -319,6 +335,8 @@ class InferenceEngine:
         self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
         self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
         self.phases.track(sequence)
+        if self.tiers is not None:
+            self.tiers.admitted(sequence)
 
     def slot_freed(self, slot: int, sequence: Sequence) -> None:
         self.slots.clear_slot(slot)
@@ -341,13 +359,11 @@ class InferenceEngine:
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
 
-    def _refuses_adapters(self, peers: Peers | None) -> str | None:
-        """The reason why this engine cannot run adapters."""
-        if peers is not None:
-            return "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
-        if self.slots.device is not None or self.runner.kernels.device != "cpu":
-            return "adapters (lora_modules) run on the CPU: pass device='cpu', or merge the adapter into the model"
-        return None
+    def _refusal_of_images(self) -> str | None:
+        """Why requests with images are refused; None: they are read."""
+        if self.model.tower is None:
+            return TEXT_ONLY
+        return None if self.runner.images is not None else ONE_CPU
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""
@@ -379,12 +395,6 @@ class InferenceEngine:
                     del self.requests[result.request_id]
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
+            if self.tiers is not None:
+                self.tiers.forget()
         return results
-
-    def _count(self, plan: StepPlan) -> None:
-        counters = self._counters
-        counters.num_steps += 1
-        is_plain = plan.is_uniform or self.speculator is None
-        counters.num_decode_tokens += len(plan.decodes) if is_plain else sum(item.num_new for item in plan.decodes)
-        counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
-        counters.num_preemptions += len(plan.preempted)

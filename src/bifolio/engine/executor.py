@@ -21,6 +21,7 @@ from bifolio.cache.block_table import padded
 from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
 from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.host_batch import HostBatch, Readout, Run
+from bifolio.engine.images import ImageReader
 from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
 from bifolio.kernels.interface import (
@@ -51,6 +52,7 @@ class Pass(Enum):
     PREFILL = 0
     DECODE = 1
     STATES = 2  # hidden states instead of logits, for embeddings
+    IMAGES = 3  # prompts with rows in place of embeddings
 
 
 class Peers(BlockMover, Protocol):
@@ -87,6 +89,7 @@ class ModelRunner:
     kernels: KernelSet
     storage: KVStorage
     peers: Peers | None = None  # the ranks that hold the other parts
+    images: ImageReader | None = None  # None: the model reads text only
     programs: dict[Pass, StepProgram | None] = field(default_factory=dict)  # recorded on first use; None: none are
 
     @classmethod
@@ -107,7 +110,11 @@ class ModelRunner:
             cache.poison_free_blocks,
             cache.num_states,
         )
-        return cls(with_sites(prepare(model.weights, kernels, on_load)), kernels, kernels.new_storage(layout), peers)
+        images = None
+        if model.tower is not None and peers is None and not kernels.launches_ahead:
+            images = ImageReader(model.tower.prepared(kernels), kernels)
+        weights = with_sites(prepare(model.weights, kernels, on_load))
+        return cls(weights, kernels, kernels.new_storage(layout), peers, images)
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""
@@ -125,10 +132,14 @@ class ModelRunner:
     def _states(self, kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
         return kernels.norm(transformer.hidden_states(self.weights, batch, kernels, storage), self.weights.final_norm)
 
+    def _from_rows(self, kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
+        return transformer.forward(self.weights, replace(batch, given=()), kernels, storage)
+
     def program(self, kind: Pass) -> StepProgram | None:
         """The recorded pass, recorded on first use; None where the kernel set records no programs."""
         if kind not in self.programs:
-            network = replace(self.network, forward=self._states) if kind is Pass.STATES else self.network
+            forwards = {Pass.STATES: self._states, Pass.IMAGES: self._from_rows}
+            network = replace(self.network, forward=forwards[kind]) if kind in forwards else self.network
             phase = AttentionPhase.DECODE if kind is Pass.DECODE else AttentionPhase.PREFILL
             self.programs[kind] = self.kernels.record(network, phase)
         return self.programs[kind]
@@ -219,7 +230,7 @@ class _Executor:
         return peers.run(self.kind, batch, lambda: self._run(batch))
 
     def _run(self, batch: Batch) -> Array:
-        program = self.runner.program(self.kind)
+        program = self.runner.program(self.kind if batch.given is None else Pass.IMAGES)
         return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
 
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
@@ -230,6 +241,8 @@ class _Executor:
             states = slots.states_on_device(batch)
         if logits is None:
             staged = slots.stage(plan, batch)
+            if self.runner.images is not None and plan.prefills:
+                staged = self.runner.images.place(plan, staged, self.runner.weights)
             if with_states:
                 staged = self.runner.with_taps(staged)
             logits, states = self.run(staged), staged.taps

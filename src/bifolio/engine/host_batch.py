@@ -6,6 +6,7 @@ can be sent to another process; `to` converts it for a kernel set.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.cache.table_states import StatePass
+from bifolio.images import runs_of
 from bifolio.kernels.interface import Adapter, AdapterUse, AttentionSegment, Batch, KernelSet, StateUse
 from bifolio.long_rope import LONG_ROPE
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
@@ -30,6 +32,7 @@ class Run(NamedTuple):
     tokens: Sequences[int] | NDArray[np.int32]
     rope: int = 0  # LONG_ROPE: the long set of frequencies rotates them (`bifolio.long_rope`)
     adapter: Adapter | None = None  # prepared by the kernel set
+    causal: bool = True  # False: each sees all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class HostBatch:
         tables: i32[slots, blocks]. newest: i32[slots], tokens sampled by steps in flight.
         """
         decodes = [_run(item, newest) for item in plan.decodes]
-        prefills = [_run(item, newest) for item in plan.prefills]
+        prefills = [run for item in plan.prefills for run in _runs(item, newest)]
         return cls.from_runs(decodes, prefills, tables, block_size, readout.logit_rows, plan.states)
 
     @classmethod
@@ -87,15 +90,12 @@ class HostBatch:
         if ropes.any():
             positions = positions + ropes[owners]
         segments, token_start = [], 0
-        for orchestrator, part in (
-            (DecodeOrchestrator, slice(0, border)),
-            (PrefillOrchestrator, slice(border, count)),
-        ):
-            if part.start == part.stop:
-                continue
+        for part in _alike(runs, border):
+            orchestrator = DecodeOrchestrator if part.stop <= border else PrefillOrchestrator
             width = -(-int((starts[part] + lengths[part]).max()) // block_size)
             own = None if tables is None else tables[owners_table[part], :width]
-            segment = orchestrator.lay_out(starts[part], lengths[part], own, token_start)
+            causal = runs[part.start].causal
+            segment = orchestrator.lay_out(starts[part], lengths[part], own, token_start, causal)
             token_start = segment.token_end
             segments.append(segment)
         wanted = None if logit_rows is None else np.asarray(logit_rows, dtype=np.int32)
@@ -184,7 +184,8 @@ class Readout:
         end, guesses = first + item.num_new, item.drafts
         if wants_prompt_logits(item):
             self.prompt_rows[item.slot] = len(self.logit_rows)
-            self.logit_rows.extend(range(first, end))
+            skipped = max(item.sequence.request.score_from - item.start, 0)
+            self.logit_rows.extend(range(first + skipped, end))
         elif item.sample_slots:
             self.logit_rows.extend(range(end - 1 - len(guesses), end))
         if not item.sample_slots:
@@ -202,9 +203,11 @@ class Readout:
 
 
 def wants_prompt_logits(item: ScheduledSequence) -> bool:
-    """Whether the request has prompt logprobs and this chunk lies in the prompt."""
-    sequence = item.sequence
-    return sequence.request.params.prompt_logprobs is not None and item.start < sequence.num_prompt
+    """Whether the request has prompt logprobs and this chunk has tokens whose logits score the prompt."""
+    sequence, request = item.sequence, item.sequence.request
+    if request.params.prompt_logprobs is None or item.start >= sequence.num_prompt:
+        return False
+    return item.start + item.num_new > request.score_from
 
 
 def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:
@@ -232,6 +235,30 @@ def _adapter_use(runs: list[Run], lengths: NDArray[np.int32]) -> AdapterUse | No
         return None
     loaded = tuple(adapter for adapter in numbers if adapter is not None)
     return AdapterUse(loaded, np.repeat(np.array(each, dtype=np.int32), lengths))
+
+
+def _runs(item: ScheduledSequence, newest: np.ndarray) -> list[Run]:
+    """The tokens of a prompt chunk; those of an image that is read both ways are a run of their own."""
+    whole = _run(item, newest)
+    if not any(image.both_ways for image in item.sequence.request.images):
+        return [whole]
+    cuts = runs_of(item.sequence.request.images, item.start, item.start + item.num_new)
+    first = item.start
+    return [
+        whole._replace(start=start, tokens=whole.tokens[start - first : end - first], causal=causal)
+        for start, end, causal in cuts
+    ]
+
+
+def _alike(runs: list[Run], border: int) -> Iterator[slice]:
+    """The runs of each segment: the decodes, then neighbouring prompt chunks that are all causal or all not."""
+    if border:
+        yield slice(0, border)
+    first = border
+    for place in range(border + 1, len(runs) + 1):
+        if place == len(runs) or runs[place].causal is not runs[first].causal:
+            yield slice(first, place)
+            first = place
 
 
 def _state_use(states: Sequences[StatePass], lengths: NDArray[np.int32]) -> StateUse:

@@ -239,6 +239,11 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * (UNITS.get(match[2]) or BINARY_UNITS[match[2]]))
 
 
+def read_size(text: str | int | None) -> int | None:
+    """`parse_bytes` of an option that may be left out."""
+    return None if text is None else parse_bytes(text)
+
+
 def show_bytes(count: int) -> str:
     if count < 1000:
         return f"{count} B"

@@ -22,10 +22,18 @@ from bifolio.engine.speculative.speculator import Speculator, num_accepted
 from bifolio.errors import NO_FINITE_LOGIT, BifolioError, ModelOutputError, RequestError
 from bifolio.kernels.interface import Array, KernelSet
 from bifolio.sampling.sampler import SampledTokens, prompt_logprobs
-from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
+from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
-from bifolio.sequence import DraftStep, FinishReason, LogprobRecords, Request, Sequence, StepResult
+from bifolio.sequence import (
+    DraftStep,
+    FinishReason,
+    LogprobRecords,
+    Request,
+    Sequence,
+    StepResult,
+    unforked_children,
+)
 from bifolio.text.stopping import StopDecision, TokenEnd
 
 ONLY_PROMPT = TokenEnd("length")  # of a request without output tokens
@@ -214,6 +222,8 @@ class Postprocessor:
                 self._commit(sequence, sequence.num_computed)
             if request.wants_logprobs:
                 drawn.score(row, sequence)
+            if not request.metrics.first_token:  # the request began with this decode, behind given tokens
+                request.metrics.first_token = time.perf_counter()
             if token in stops.end_ids or count >= stops.limit:
                 end = stops.check(token, count)
                 if end is not None:
@@ -347,17 +357,18 @@ class Postprocessor:
         num_pairs = request.params.prompt_logprobs or 0
         if request.prompt_scores is None:
             request.prompt_scores = LogprobRecords(num_pairs)
+        first = max(item.start, request.score_from)
         last = min(item.start + item.num_new, len(prompt) - 1)  # the last position followed by a prompt token
-        count = last - item.start
+        count = last - first
         if count <= 0:
             return
-        following = prompt[item.start + 1 : last + 1]
+        following = prompt[first + 1 : last + 1]
         scores = prompt_logprobs(logits[first_row : first_row + count], following, num_pairs)
         if np.isnan(scores.logprobs).any():
             self._end(item.sequence, ModelOutputError(NO_FINITE_LOGIT), results)
             return
         packed = scores.pack(np.array(following, dtype=np.int32), num_pairs).tobytes()
-        request.prompt_scores.put(item.start, packed)  # record 0 is that of the second token
+        request.prompt_scores.put(first - request.score_from, packed)  # without `score_from`, 0 is the second token's
 
 
 def _decode_draws(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence]]:

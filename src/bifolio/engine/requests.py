@@ -38,11 +38,13 @@ class RequestFactory:
         config: EngineConfig,
         blocks: KVCacheBlockManager,
         running: Mapping[str, Request],  # the engine's unfinished requests, read for their ids
+        refuses_images: str | None = None,  # the reason; None: images are read
     ) -> None:
         self._model = model
         self._config = config
         self._blocks = blocks
         self._running = running
+        self._refusal_of_images = refuses_images
         self._numbers = count()  # order of arrival
 
     def new_request(
@@ -53,25 +55,31 @@ class RequestFactory:
         **options: Unpack[RequestOptions],
     ) -> Request:
         """A valid request with its sequences; raises a `RequestError` that says why it cannot be served."""
-        prompt_ids = as_token_ids(prompt_token_ids)
+        known = as_token_ids(prompt_token_ids)
         params = own.sampling if isinstance(own, BeamSearchParams) else own
-        self._check(request_id, prompt_ids, params)
-        room, count = self._config.max_model_len - len(prompt_ids), len(prompt_ids)
+        self._check(request_id, known, params)
+        if options.get("images") and self._refusal_of_images is not None:
+            raise RequestError(self._refusal_of_images)
+        given = _checked_given(options.get("num_given", 0), known, own)
+        room, count = self._config.max_model_len - len(known), len(known)
         most = longest_output(self._model.config, count, params.max_tokens)
+        new_tokens, rope = room if most is None else min(room, most), params.max_tokens
+        if given and params.max_tokens is not None:
+            params = replace(params, max_tokens=params.max_tokens + given)  # stop conditions count all of the output
         request = Request(
             request_id=request_id,
             number=next(self._numbers),
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=known[: count - given],
             params=self._resolved(params),
             seed=params.seed if params.seed is not None else secrets.randbits(63),
-            rope=rope_of_request(self._model.config, count, params.max_tokens),
-            max_tokens=room if most is None else min(room, most),
+            rope=rope_of_request(self._model.config, count, rope),
+            max_tokens=new_tokens + given,
             **options,
         )
         if isinstance(own, BeamSearchParams):
             self._add_beams(request, own)
         else:
-            self._add_sequences(request, own.num_sequences)
+            self._add_sequences(request, own.num_sequences, known[count - given :])
         return request
 
     def _add_beams(self, request: Request, params: BeamSearchParams) -> None:
@@ -84,24 +92,31 @@ class RequestFactory:
         for sequence in request.sequences:
             sequence.group, sequence.parent = request.search, None
 
-    def _add_sequences(self, request: Request, num_sequences: int) -> None:
+    def _add_sequences(self, request: Request, num_sequences: int, given: Sequences[int] = ()) -> None:
         """Add one sequence per completion; the later ones fork from the first."""
         for index in range(num_sequences):
-            request.sequences.append(self._new_sequence(request, index))
+            request.sequences.append(self._new_sequence(request, index, given))
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, given: Sequences[int]) -> Sequence:
+        num_top, reader = request.params.logprobs or 0, self._new_reader(request)
+        unknown = bytes(len(given) * LogprobRecords(num_top).num_bytes) if request.wants_logprobs else b""
+        checks_text = bool(request.params.stop)
+        if checks_text and reader is not None:
+            for token in given:  # the engine reads the text token by token
+                reader.check(token)
         return Sequence(
             id=self._blocks.fresh_sequence_id(),
             request=request,
             index=index,
-            token_ids=list(request.prompt_token_ids),
+            token_ids=[*request.prompt_token_ids, *given],
             num_prompt=len(request.prompt_token_ids),
             seed=child_seed(request.seed, index),
+            output_token_ids=list(given),
             parent=request.sequences[0] if index else None,
-            logprobs=LogprobRecords(request.params.logprobs or 0),
+            logprobs=LogprobRecords(num_top, unknown),
             stops=self._stops(request),
-            reader=self._new_reader(request),
-            checks_text=bool(request.params.stop),
+            reader=reader,
+            checks_text=checks_text,
         )
 
     def _stops(self, request: Request) -> TokenStops:
@@ -174,6 +189,17 @@ class RequestFactory:
         if tokenizer is None:
             return params.resolve_strings(_no_tokens)
         return params.resolve_strings(lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+def _checked_given(count: int, known: list[int], own: SamplingParams | BeamSearchParams) -> int:
+    """Check the number of output tokens that are known before a request."""
+    if not 0 <= count < max(len(known), 1):
+        raise RequestError(
+            f"num_given is {count} and there are {len(known)} tokens: at least one belongs to the prompt"
+        )
+    if count and (isinstance(own, BeamSearchParams) or own.prompt_logprobs is not None):
+        raise RequestError("output cannot be given to a beam search or with prompt_logprobs: pass it as the prompt")
+    return count
 
 
 def _no_tokens(text: str) -> list[int]:

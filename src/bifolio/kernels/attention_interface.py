@@ -54,6 +54,7 @@ class AttentionSegment:
     fresh: bool  # no sequence has tokens before its queries: the cache is written but not read
     max_query_len: int
     max_context_len: int
+    causal: bool = True  # False: every query sees the whole context of its sequence, from the start of its window on
 
     @property
     def num_sequences(self) -> int:

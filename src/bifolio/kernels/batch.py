@@ -49,7 +49,7 @@ class Batch:
     logit_rows: Array | None  # i32[r]  tokens whose logits are computed; None: all
     max_position: int = 0  # largest index of a token in its sequence
     states: StateUse | None = None  # None: the model has no recurrent layers, or there is no cache (from empty states)
-    given: Array | None = None  # [t, width]  input rows of a network that `given` reads beside its tokens
+    given: Array | None = None  # [t, width]  rows that a network reads beside its tokens, or in their place
     taps: Array | None = None  # f32[t, width]  filled by `tap`; None: taps are not read
     adapters: AdapterUse | None = None  # None: no token has one
 

@@ -33,6 +33,9 @@ class HostArrays:
     activation_planes = 0
     ranks: Ranks | None = None
 
+    def build_facts(self) -> dict[str, str]:
+        return {"numpy": np.__version__}
+
     def from_host(self, array: np.ndarray) -> Array:
         return array
 

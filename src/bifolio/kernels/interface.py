@@ -212,6 +212,10 @@ class KernelSet(Operations, Protocol):
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
     ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model
 
+    def build_facts(self) -> dict[str, str]:
+        """Versions, instruction set and device: all beside the attributes above that decides on the bits of results."""
+        ...
+
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...
 

@@ -185,7 +185,8 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
+        constants = shape.scale, shape.window, shape.softcap, shape.sinks
+        return causal_attention(own.query, keys, values, *constants, causal=segment.causal)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -341,10 +342,12 @@ def causal_attention(
     window: int | None,
     softcap: float = 0.0,
     sinks: Array | None = None,
+    causal: bool = True,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
-    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them.
+    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them; not `causal`: also to
+    all after its own.
     """
     xp = array_namespace(query)
     num_queries, heads, dim = query.shape
@@ -356,7 +359,7 @@ def causal_attention(
     scores = _as_float32(xp, (grouped * scale) @ keys)  # [kv, group, n, L]
     if softcap:
         scores = xp.tanh(scores / softcap) * softcap
-    mask = causal_mask(num_queries, length, window)
+    mask = causal_mask(num_queries, length, window, causal)
     if not isinstance(query, np.ndarray):
         mask = xp.asarray(mask, device=query.device)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
@@ -370,10 +373,10 @@ def causal_attention(
     return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
 
 
-def causal_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
+def causal_mask(num_queries: int, length: int, window: int | None, causal: bool = True) -> np.ndarray:
     """bool[num_queries, length]: True where a query attends to a key."""
     distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
-    visible = distance >= 0
+    visible = distance >= 0 if causal else np.ones(distance.shape, np.bool_)
     return visible if window is None else visible & (distance < window)
 
 

@@ -55,6 +55,10 @@ class TorchArrays:
         self.dtype = DTYPES[dtype]
         self.kv_dtype: KVDtype = dtype  # type: ignore[assignment]  # checked above
 
+    def build_facts(self) -> dict[str, str]:
+        facts = {"torch": str(torch.__version__)}
+        return {**facts, "gpu": torch.cuda.get_device_name(self.device)} if self.device.startswith("cuda") else facts
+
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")

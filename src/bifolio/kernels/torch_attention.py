@@ -51,15 +51,16 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
     return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
 
 
-def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
-    """Causal attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
+def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal: bool = True) -> torch.Tensor:
+    """Attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
-    mask = None
+    mask = None if causal else torch.ones(length, length, dtype=torch.bool, device=query.device)
     if shape.window is not None and shape.window < length:
         distance = torch.arange(length, device=query.device)
         distance = distance[:, None] - distance[None, :]
-        mask = (distance >= 0) & (distance < shape.window)
+        mask = distance < shape.window
+        mask = mask & (distance >= 0) if causal else mask
     return _attend_masked(query, key, value, mask, shape)
 
 
@@ -140,6 +141,7 @@ def _attend_paged(
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     distance = positions[:, :, None] - slots[None, None, :]
-    visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
+    visible = distance >= 0 if segment.causal else (slots < lens[:, None])[:, None, :].expand_as(distance)
+    visible = visible if shape.window is None else visible & (distance < shape.window)
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
     return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)

@@ -272,9 +272,10 @@ class TorchKernels(TorchArrays):
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             return attend_cached(own.query, shape, segment, storage)
         if are_equally_long(segment):
-            return attend_equal(own, shape, segment.num_sequences)
+            return attend_equal(own, shape, segment.num_sequences, segment.causal)
         starts = segment.query_starts.tolist()
-        return torch.cat([attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+        parts = (Heads(*(h[a:b] for h in own)) for a, b in pairwise(starts))
+        return torch.cat([attend_equal(part, shape, 1, segment.causal) for part in parts])
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None

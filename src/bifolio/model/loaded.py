@@ -14,6 +14,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import RequestError
 from bifolio.model.sampling_defaults import sampling_defaults
+from bifolio.model.vision.tower import Tower, Vision
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.mapped import mapping_of
 from bifolio.quant.tensor import QuantizedTensor
@@ -36,6 +37,7 @@ class TextModel:
     generation_config: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)  # by their names in chat templates: bos_token, ...
+    vision: Vision | None = None  # how it takes images; None: it reads text only
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -72,6 +74,7 @@ class LoadedModel(TextModel):
     """A `TextModel` with its weights, as views of the mapped files in the formats of the files."""
 
     weights: ModelWeights = field(kw_only=True)
+    tower: Tower | None = field(default=None, kw_only=True)  # reads images
     digest_source: Callable[[], bytes] | None = field(default=None, kw_only=True, repr=False)  # of changed weights
 
     def digest(self) -> bytes:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
+from bifolio.model.vision.tower import Tower
 from bifolio.quant.formats import Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -45,6 +46,7 @@ class ModelFile:
     names: TensorNames
     source: TensorSource
     factors: Callable[[str], Factors | None] = lambda name: None  # of a matrix's rows, put into it at load
+    tower: Callable[[], Tower | None] = lambda: None  # of a model that reads images
 
     def views(self) -> list[QuantizedTensor]:
         """Every tensor of the network once, as a view of the file."""
@@ -60,7 +62,9 @@ class ModelFile:
             text.generation_config,
             text.chat_template,
             text.special_tokens,
+            text.vision,
             weights=assemble(text.config, self.names, self.matrix, self.vector),
+            tower=self.tower(),
         )
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:

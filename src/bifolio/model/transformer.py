@@ -20,9 +20,7 @@ SharedHeads = dict[int, Heads]  # keys and values that later layers read, by lay
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config
-    x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
-    if weights.embedding_widths:
-        x = kernels.all_gather(x, weights.embedding_widths)
+    x = embedded(weights, batch, kernels) if batch.given is None else kernels.given(batch, config.hidden_size)
     if weights.position_embedding is not None:
         x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
     rotations = tuple(
@@ -56,6 +54,13 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
             x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
         _tap(weights, number, x, batch, kernels)
     return x
+
+
+def embedded(weights: ModelWeights, batch: Batch, kernels: KernelSet) -> Array:
+    """The embedding of every token: [t, d]."""
+    config = weights.config
+    x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
+    return kernels.all_gather(x, weights.embedding_widths) if weights.embedding_widths else x
 
 
 def stream_layer(

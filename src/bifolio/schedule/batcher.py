@@ -11,6 +11,7 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.counts import whole
 from bifolio.errors import ConfigError, RequestError
 from bifolio.schedule.plan import BatchSlot
+from bifolio.schedule.read_prompts import ReadPrompts
 from bifolio.schedule.shares import SlotShares
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult, team
 
@@ -25,57 +26,12 @@ class SlotListener(Protocol):
     def slot_freed(self, slot: int, sequence: Sequence) -> None: ...
 
 
-class ReadPrompts:
-    """The prompts in prefill: the blocks they still need, and the prefixes they will cache.
+class PrefixSource(Protocol):
+    """Tiers below the cache, which are asked before a sequence is admitted."""
 
-    Built once for all admissions between two steps and updated with each: comparing every new request with every
-    running sequence would take longer than the step when hundreds of requests arrive together.
-    """
-
-    def __init__(self, running: list[Sequence], blocks: KVCacheBlockManager) -> None:
-        self._blocks = blocks
-        self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens without a block yet)
-        self._prefixes: dict[tuple[bytes, int, int], list[list[int]]] = {}  # by salt, number of tokens, last token
-        self._ends: set[int] = set()  # the numbers of tokens in the keys above
-        for sequence in running:
-            self._note(sequence)
-        self._num_blocks = blocks.blocks_needed(self._tokens)
-
-    def _note(self, sequence: Sequence) -> None:
-        blocks, size = self._blocks, self._blocks.block_size
-        if sequence.num_uncomputed > 1 and blocks.has_table(sequence.id):
-            self._tokens.append((sequence.id, sequence.num_tokens - blocks.num_tokens_of(sequence.id)))
-        if not sequence.is_dormant and sequence.num_uncomputed > size:
-            end = sequence.num_scheduled // size * size + size  # the next block that it will complete
-            self._ends.add(end)
-            key = sequence.request.cache_salt, end, sequence.token_ids[end - 1]
-            self._prefixes.setdefault(key, []).append(sequence.token_ids)
-
-    def will_know_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running prefill computes a prefix that this sequence shares, so that waiting saves work."""
-        request, tokens, count = sequence.request, sequence.token_ids, sequence.num_tokens
-        if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return False
-        return any(
-            other[:end] == tokens[:end]
-            for end in self._ends
-            if end < count
-            for other in self._prefixes.get((request.cache_salt, end, tokens[end - 1]), ())
-        )
-
-    def blocks_with(self, sequence: Sequence, cached: int) -> int:
-        """Blocks that these prompts and the rest of this one need together; its table is open."""
-        own = (sequence.id, sequence.num_tokens - cached)
-        if cached % self._blocks.block_size:  # a shared last block: the moves depend on all sharers
-            return self._blocks.blocks_needed([*self._tokens, own])
-        return self._num_blocks + self._blocks.blocks_needed([own])
-
-    def add(self, sequence: Sequence, num_blocks: int) -> None:
-        """Record an admitted sequence; all prompts together now need `num_blocks`."""
-        known = len(self._tokens)
-        self._note(sequence)
-        if len(self._tokens) > known:
-            self._num_blocks = num_blocks
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether blocks of its prefix are on their way into the cache."""
+        ...
 
 
 class ContinuousBatcher:
@@ -103,6 +59,7 @@ class ContinuousBatcher:
         self._waiting_ids: set[int] = set()  # of the sequences in the heap
         self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
+        self.source: PrefixSource | None = None  # of blocks that are not in the cache
         self._shares: SlotShares | None = None  # made with the first request that has an owner
 
     # -- queries ------------------------------------------------------------------------------------------------
@@ -201,7 +158,7 @@ class ContinuousBatcher:
             return admitted
         self._may_admit = False
         reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
-        passed = []  # sequences that wait for a prefix; requests of other owners may overtake them
+        passed = []  # sequences that wait for a prefix; others may overtake them
         try:
             while self._waiting:
                 sequence = self._waiting[0][2]
@@ -209,6 +166,9 @@ class ContinuousBatcher:
                     if reading.will_know_prefix(sequence):
                         if not sequence.request.owner:
                             break
+                        passed.append(heapq.heappop(self._waiting))
+                        continue
+                    if self._is_fetched(sequence):
                         passed.append(heapq.heappop(self._waiting))
                         continue
                     if not self._fits(sequence, reading):
@@ -222,6 +182,10 @@ class ContinuousBatcher:
             for item in passed:
                 heapq.heappush(self._waiting, item)
         return admitted
+
+    def _is_fetched(self, sequence: Sequence) -> bool:
+        """Whether blocks for a sequence that would have a slot are on their way."""
+        return self.source is not None and len(self._free) >= len(team(sequence)) and self.source.must_wait(sequence)
 
     def _fits(self, sequence: Sequence, reading: ReadPrompts) -> bool:
         """Whether there are slots and blocks for it; its table is open then."""
@@ -250,7 +214,11 @@ class ContinuousBatcher:
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
             cached = self._blocks.open_table(
-                sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=0 if wants_logits else None
+                sequence.id,
+                sequence.token_ids,
+                salt=request.cache_salt,
+                marks=request.marks,
+                max_cached=request.score_from if wants_logits else None,
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
@@ -303,7 +271,11 @@ class ContinuousBatcher:
         return True
 
     def kept(self, request_id: str) -> Sequence | None:
-        return self._kept.get(request_id)
+        """A kept conversation, which becomes the newest of them."""
+        sequence = self._kept.pop(request_id, None)
+        if sequence is not None:
+            self._kept[request_id] = sequence
+        return sequence
 
     def preempt(self, sequence: Sequence) -> None:
         """Release blocks and slot; the sequence is queued again and recomputed later, mostly from cached blocks."""
@@ -393,8 +365,3 @@ class ContinuousBatcher:
             self._blocks.rest(sequence.id)
         else:
             self._blocks.release(sequence.id)
-
-
-def unforked_children(sequence: Sequence) -> list[Sequence]:
-    """Sequences of the same request that are not yet forked from this one."""
-    return team(sequence)[1:] if sequence.group is None else []

@@ -33,6 +33,7 @@ class _Orchestrator:
         lengths: np.ndarray,  # i32[s]  queries of each sequence
         block_tables: Array | None,  # i32[s, max_blocks]  None: nothing is cached
         token_start: int = 0,
+        causal: bool = True,
     ) -> AttentionSegment:
         """The segment of this phase: queries [start, start + length) of each sequence over [0, start + length)."""
         offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -48,6 +49,7 @@ class _Orchestrator:
             fresh=cls.phase is AttentionPhase.PREFILL and not starts.any(),
             max_query_len=int(lengths.max()),
             max_context_len=int(contexts.max()),
+            causal=causal,
         )
 
     def _attend(

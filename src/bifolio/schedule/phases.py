@@ -8,6 +8,7 @@ from collections.abc import Sequence as Sequences
 from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.counts import whole
 from bifolio.errors import ConfigError, OutOfBlocksError, PhaseError, UnknownSequenceError
+from bifolio.images import whole_images
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import BatchSlot, ScheduledSequence, StepPlan
 from bifolio.schedule.shares import prefill_quotas
@@ -174,6 +175,8 @@ class PhaseManager:
             limit = min(self.chunk_size, budget, quota, _chunk_limit(sequence))
             if limit < 1:
                 continue
+            if sequence.request.images:
+                limit = whole_images(sequence.request.images, sequence.num_scheduled, limit)
             num_new = self.prefill.reserve_chunk(sequence, limit)
             while num_new == 0 and self._make_room(sequence, active, preempted, may_preempt):
                 num_new = self.prefill.reserve_chunk(sequence, limit)
@@ -199,7 +202,9 @@ class PhaseManager:
             blocks.truncate(sequence.id, shared)
             sequence.rewind(blocks.num_tokens_of(sequence.id))  # fewer, where a recurrent state is missing
         else:
-            sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.cache_salt))
+            request = sequence.request
+            cached = blocks.open_table(sequence.id, sequence.token_ids, salt=request.cache_salt, marks=request.marks)
+            sequence.rewind(cached)
         return True
 
     def _make_room(
@@ -277,7 +282,11 @@ def _sorted_by_phase(
         scheduled = sequence.num_computed + sequence.num_in_flight
         if sequence.finish_reason is not None:
             continue
-        if scheduled < sequence.num_prompt or len(sequence.token_ids) + expected - scheduled > 1:  # `Sequence.phase`
+        if (
+            scheduled < sequence.num_prompt
+            or len(sequence.token_ids) + expected - scheduled > 1  # `Sequence.phase`
+            or len(slot.sample_slots) > 1  # its other completions fork with its first draw
+        ):
             waiting.append(slot)
         elif group is None or group.is_ready():
             decoding.append(slot)

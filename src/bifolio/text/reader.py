@@ -38,9 +38,12 @@ class TextReader:
             self.check(token_ids[len(self._pieces)])
         return self._pieces[number - 1]
 
-    def whole(self, token_ids: Sequence[int]) -> str:
-        """The final text of these tokens, the sequence's whole output."""
+    def whole(self, token_ids: Sequence[int], first: int = 0) -> str:
+        """The final text of these tokens, the sequence's whole output, from number `first` on."""
         count = len(token_ids)
+        if first:
+            self.text_of(token_ids, count)
+            return "".join(self._pieces[first:count])
         if count != self._whole[0]:
             if self._pieces:
                 self.text_of(token_ids, count)

@@ -13,16 +13,19 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from bifolio.cache.storage import CacheLayout
-from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.parallel.shared_blocks import joined_blocks, split_blocks
 from bifolio.engine.transfer.states import store_state
 from bifolio.errors import ConfigError, OutOfBlocksError
+from bifolio.images import Mark
 from bifolio.model.shards import head_spans
+
+if TYPE_CHECKING:
+    from bifolio.engine.engine import InferenceEngine
 
 
 def fingerprint(engine: InferenceEngine) -> bytes:
@@ -93,11 +96,18 @@ def read_blocks(
 class Arrival:
     """Blocks of one prompt on their way into an engine's cache; they stay allocated until `close`."""
 
-    def __init__(self, engine: InferenceEngine, token_ids: Sequence[int], salt: bytes) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        token_ids: Sequence[int],
+        salt: bytes,
+        sequence_id: int | None = None,
+        marks: tuple[Mark, ...] = (),
+    ) -> None:
         self._engine = engine
         self._token_ids = token_ids
-        self._sequence_id = engine.blocks.fresh_sequence_id()
-        cached = engine.blocks.open_table(self._sequence_id, token_ids, salt=salt)
+        self._sequence_id = engine.blocks.fresh_sequence_id() if sequence_id is None else sequence_id
+        cached = engine.blocks.open_table(self._sequence_id, token_ids, salt=salt, marks=marks)
         self.num_blocks = cached // engine.blocks.block_size  # in the cache; the next one to arrive has this number
 
     def add(self, arrived: Sequence[np.ndarray]) -> bool:

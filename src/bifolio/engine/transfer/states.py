@@ -8,10 +8,12 @@ functions here run on the thread that owns the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bifolio.engine.engine import InferenceEngine
+if TYPE_CHECKING:
+    from bifolio.engine.engine import InferenceEngine
 
 
 def read_state(engine: InferenceEngine, token_ids: Sequence[int], salt: bytes, num_blocks: int) -> np.ndarray | None:

@@ -45,7 +45,7 @@ from bifolio.kernels.native.arguments import (
     state_arrays,
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
-from bifolio.kernels.native.library import library
+from bifolio.kernels.native.library import isa, library, library_digest
 from bifolio.kernels.native.operations import NativeOperations
 from bifolio.kernels.native.program import NativeProgram, native_segment
 from bifolio.kernels.native.ranks import SharedMemoryRanks
@@ -84,6 +84,9 @@ class NativeKernels(NativeOperations, HostArrays):
         self.pool = None if threads is None else self.native.Pool(threads)  # None: the pool of the process
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
         self._states: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
+
+    def build_facts(self) -> dict[str, str]:
+        return {"isa": isa(), "library": library_digest()}
 
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:

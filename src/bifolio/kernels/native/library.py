@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError, MissingDependencyError
@@ -22,6 +24,12 @@ def library() -> Any:
     if forced:
         set_isa(forced, _native)
     return _native
+
+
+@cache
+def library_digest() -> str:
+    """A digest of the compiled module, by which builds are told apart."""
+    return blake2b(Path(library().__file__).read_bytes(), digest_size=16).hexdigest()
 
 
 def isa() -> str:

@@ -134,4 +134,5 @@ def _number(value: Any) -> Any:
 
 def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
     phase = PHASE_CODES[segment.phase]
-    return phase, segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
+    lengths = segment.query_starts, segment.context_lens
+    return phase, segment.token_start, *lengths, segment.block_tables, segment.causal

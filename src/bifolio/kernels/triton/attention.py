@@ -121,6 +121,8 @@ class Attention:
         out: torch.Tensor | None = None,  # output of our own kernels
     ) -> torch.Tensor:
         segment = staged.segment
+        if not segment.causal:
+            raise PhaseError("these kernels attend causally: run tokens that see those after them on the CPU")
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         if self._deterministic and storage is not None and segment.block_tables is not None:

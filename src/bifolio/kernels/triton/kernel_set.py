@@ -93,6 +93,9 @@ class TritonKernels(TorchArrays):
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
+    def build_facts(self) -> dict[str, str]:
+        return {**super().build_facts(), "triton": str(triton.__version__)}
+
     def to_host(self, array: Array) -> np.ndarray:
         return super().to_host(tensor(array))
 

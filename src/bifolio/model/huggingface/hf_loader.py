@@ -20,6 +20,9 @@ from bifolio.model.huggingface.scaled_tensors import FolderMap, read_block
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
+from bifolio.model.vision.families import vision_of
+from bifolio.model.vision.tensors import TowerTensors
+from bifolio.model.vision.tower import Vision
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -51,6 +54,7 @@ def open_folder(folder: Path) -> ModelFile:
     raw = read_json(folder / "config.json")
     config = config_from_hf(raw, folder / "config.json")
     tensors = folder_tensors(folder, raw)
+    towers = TowerTensors(tensors)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
         path=folder,
@@ -59,11 +63,13 @@ def open_folder(folder: Path) -> ModelFile:
         generation_config=generation,
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
+        vision=_vision(folder, raw) if towers.has_tower else None,
     )
     family = family_of(config)
     source = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
     factors = partial(family.folder_factors, config)
-    return ModelFile(text, family.hf_names, family.folder_source(source, config), factors)
+    tower = (lambda: None) if text.vision is None else partial(text.vision.load, towers)
+    return ModelFile(text, family.hf_names, family.folder_source(source, config), factors, tower)
 
 
 def folder_tensors(folder: Path, config: Mapping[str, Any] | None = None) -> FolderMap:
@@ -152,6 +158,17 @@ def _tokenizer_source(folder: Path) -> Callable[[], Tokenizer] | None:
         return None
     path = folder / "tokenizer_config.json"
     return partial(read_tokenizer, folder / "tokenizer.model", read_json(path) if path.is_file() else {})
+
+
+def _vision(folder: Path, raw: Mapping[str, Any]) -> Vision | None:
+    """How the model takes images, from config.json and the file of its processor."""
+    path = folder / "preprocessor_config.json"
+    fields = read_json(path) if path.is_file() else {}
+    if not fields and (folder / "processor_config.json").is_file():
+        path = folder / "processor_config.json"
+        inner = read_json(path).get("image_processor")
+        fields = inner if isinstance(inner, dict) else {}
+    return vision_of(JsonObject(raw, folder / "config.json"), fields, path)
 
 
 def _chat_template(folder: Path) -> str | None:

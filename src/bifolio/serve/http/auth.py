@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's 
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # need an admin key
 PLAIN_KEY_PATHS = (b"/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
+SECRET_BYTES = 32
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -40,7 +42,35 @@ class Tenant:
 
 def new_secret() -> bytes:
     """A secret for each start of a server: digests of keys have no use elsewhere."""
-    return secrets.token_bytes(32)
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def kept_secret(folder: Path) -> bytes:
+    """The secret in a folder, made on first use: a server that is started again finds the blocks of its keys."""
+    path = folder / "secret"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = folder / f"secret.{os.getpid()}"
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(file, new_secret())
+        finally:
+            os.close(file)
+        try:
+            os.link(unfinished, path)  # of servers that start at the same time, the first one's
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(unfinished)
+        secret = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"kv_offload_dir (--kv-offload-dir) {str(folder)!r} cannot hold the server's secret "
+            f"({error.strerror or error}): pass a folder that can be written"
+        ) from error
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{path} is no secret of a server: remove it, and blocks of API keys are computed again")
+    return secret
 
 
 ANONYMOUS = Tenant("anonymous", b"")  # every client of a server without keys

@@ -26,7 +26,7 @@ from bifolio.serve.helpers.allocator import return_large_blocks, trim_now_and_th
 from bifolio.serve.helpers.branch_messages import Serve
 from bifolio.serve.helpers.branches import Branches, encode_settings
 from bifolio.serve.http.app import make_app
-from bifolio.serve.http.auth import KeyRing, new_secret
+from bifolio.serve.http.auth import KeyRing, kept_secret, new_secret
 from bifolio.serve.http.connection import Connections, allow_files
 from bifolio.serve.http.context import Limits, ServerContext, public_name
 from bifolio.serve.http.errors import ApiError
@@ -256,7 +256,8 @@ async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engi
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
             logger.info("memory plan: %s", line)
-        secret = new_secret()
+        folder = engine_options.get("kv_offload_dir")
+        secret = new_secret() if folder is None else kept_secret(Path(folder).expanduser())
         server = make_server(settings, context, settings.front_ends, secret)
         scheme = "https" if settings.tls_certificate else "http"
         server.address = f"{scheme}://{settings.host}:{settings.port}"

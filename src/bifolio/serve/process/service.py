@@ -85,9 +85,15 @@ class EngineService:
         self.thread.stop()
         self._compiler.close()
         self._adapters.close()
+        self.close_tiers()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
+
+    def close_tiers(self) -> None:
+        """Write the blocks that wait; the engine's thread has ended."""
+        if self.llm.engine.tiers is not None:
+            self.llm.engine.tiers.close()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
@@ -169,8 +175,8 @@ class EngineService:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
         now = asdict(self.llm.engine.stats())
-        sharing, states = now.pop("sharing"), now.pop("states")
-        stats = {name: float(value) for name, value in (now | sharing | states).items()}
+        nested = now.pop("sharing") | now.pop("states") | now.pop("tiers")
+        stats = {name: float(value) for name, value in (now | nested).items()}
         stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:

@@ -23,6 +23,7 @@ VLLM = "vllm:"
 SHARED = frozenset((
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
     "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds",
+    "external_prefix_cache_queries", "external_prefix_cache_hits",
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
     "request_generation_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",

@@ -1,0 +1,64 @@
+"""The tiers of an engine from its settings."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from bifolio.config.tiers import TierSettings
+from bifolio.engine.tiers.content import BlockContent
+from bifolio.engine.tiers.files import FileTier
+from bifolio.engine.tiers.tier import MemoryTier, Tier
+from bifolio.engine.tiers.tiers import CacheTiers
+from bifolio.errors import ConfigError
+from bifolio.model.digests import model_digest, numerics_digest
+from bifolio.model.draft_head import LoadedHead
+from bifolio.model.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from bifolio.engine.engine import InferenceEngine
+
+VERSION = 1  # of the layout of a file's content
+
+
+def check_tiers(settings: TierSettings | None, device: str, num_ranks: int, has_prefixes: bool) -> None:
+    """Refuse tiers where they cannot work, before the model is loaded onto a device."""
+    if settings is None:
+        return
+    if device != "cpu":
+        raise ConfigError(
+            f"kv_offload is for the CPU, and the device is {device!r}: leave it out, or pass device='cpu'"
+        )
+    if num_ranks > 1:
+        raise ConfigError("kv_offload needs tensor_parallel_size 1: leave one of them out")
+    if not has_prefixes:
+        raise ConfigError("kv_offload keeps cached prefixes, and enable_prefix_caching is off: leave one of them out")
+
+
+def new_tiers(
+    engine: InferenceEngine, settings: TierSettings | None, draft: LoadedModel | LoadedHead | None
+) -> CacheTiers | None:
+    """The tiers of an engine that is complete otherwise; None without settings."""
+    if settings is None:
+        return None
+    tiers: list[Tier] = []
+    if settings.memory_bytes:
+        tiers.append(MemoryTier(settings.memory_bytes))
+    if settings.folder is not None:
+        tiers.append(FileTier(settings.folder, namespace(engine, draft), settings.disk_bytes))
+    return CacheTiers(engine, tiers)
+
+
+def namespace(engine: InferenceEngine, draft: LoadedModel | LoadedHead | None = None) -> bytes:
+    """Equal for engines that may share files: the same model, arithmetic, layout of a block, and draft head."""
+    content = BlockContent(engine.runner.storage, engine.storages[1:])
+    facts = (
+        VERSION,
+        content.block_bytes,
+        content.state_bytes,
+        engine.blocks.block_size,
+        model_digest(engine.model),
+        numerics_digest(engine.model, engine.runner.kernels, engine.config),
+        repr(draft.config) if isinstance(draft, LoadedHead) else "",
+    )
+    return blake2b(repr(facts).encode(), digest_size=16, person=b"bifolio-tiers").digest()

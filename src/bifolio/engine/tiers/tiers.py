@@ -1,0 +1,214 @@
+"""`CacheTiers`: the tiers of one engine. Blocks leave for them by `Copies`, and come back before a request is admitted.
+
+    admission    the batcher asks `must_wait` for a sequence whose turn has come: if a tier has blocks behind those
+                 of the cache, a ticket is queued and the sequence waits; others overtake it
+    thread       reads the blocks of a ticket in order, up to the first that is missing or damaged
+    `land`       between two steps: the blocks that arrived are written to the cache under the sequence's own table, and
+                 the batcher admits it as it would a branch of a kept conversation
+
+A sequence asks once for each time that it waits, so blocks that are dropped again are computed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bifolio.cache.digests import root_digest
+from bifolio.engine.tiers.content import BlockContent
+from bifolio.engine.tiers.copies import Copies
+from bifolio.engine.tiers.costs import Costs
+from bifolio.engine.tiers.tier import Key, Tier
+from bifolio.engine.transfer.blocks import Arrival
+from bifolio.sequence import Sequence
+
+if TYPE_CHECKING:
+    from bifolio.engine.engine import InferenceEngine
+
+MAX_TICKETS = 8  # sequences that wait for tiers at the same time
+CLOSE_SECONDS = 10.0  # for writing waiting blocks
+IDLE_SECONDS = 0.01  # that an engine without other work waits for a ticket, at most
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Blocks of one sequence on their way into the cache."""
+
+    sequence: Sequence
+    root: bytes
+    first: int  # number of the first block that is read
+    digests: list[bytes]
+    blocks: list[np.ndarray] = field(default_factory=list)
+    state: np.ndarray | None = None  # behind the last of the blocks
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters since the start, and the bytes that the tiers hold."""
+
+    num_tier_queries: int = 0  # tokens of prompts that were looked up
+    num_tier_hits: int = 0  # of those, tokens that came from a tier
+    num_tier_stored: int = 0  # blocks and states
+    num_tier_dropped: int = 0
+    num_tier_bytes: int = 0
+
+
+class _Digests:
+    """The digests of which the tiers have a block, or a state."""
+
+    def __init__(self, copies: Copies, is_state: bool) -> None:
+        self._copies, self._is_state = copies, is_state
+
+    def __contains__(self, digest: object) -> bool:
+        return isinstance(digest, bytes) and Key(digest, self._is_state) in self._copies
+
+
+class CacheTiers:
+    """All methods but those of the threads run on the thread that owns the engine."""
+
+    def __init__(self, engine: InferenceEngine, tiers: list[Tier], costs: Costs | None = None) -> None:
+        self.tiers = tiers
+        self.costs = costs or Costs()
+        self._content = BlockContent(engine.runner.storage, engine.storages[1:])
+        self._blocks = engine.blocks
+        self.copies = Copies(engine.blocks, self._content, tiers)
+        self._known = (_Digests(self.copies, False), _Digests(self.copies, True))
+        self._asked: set[int] = set()  # ids of sequences that have had their ticket
+        self._open: dict[int, Ticket] = {}  # by sequence id
+        self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._arrived = threading.Event()
+        self._num_queries = self._num_hits = 0
+        engine.blocks.keep_in(self.copies)
+        self._thread = threading.Thread(target=self._run, name="bifolio-tiers-read", daemon=True)
+        self._thread.start()
+        self.close = weakref.finalize(engine, _close, self.copies, self._queue, self._thread, tiers)
+
+    # -- before admission ----------------------------------------------------------------------------------------------
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether blocks of a waiting sequence are on their way; its ticket is queued when it is asked for first."""
+        if sequence.id in self._open:
+            return True
+        request = sequence.request
+        scores = request.params.prompt_logprobs is not None and not sequence.output_token_ids
+        if sequence.id in self._asked or scores or self._blocks.has_table(sequence.id):
+            return False
+        if len(self._open) >= MAX_TICKETS:
+            return True
+        self._asked.add(sequence.id)
+        first, digests = self._blocks.further_prefix(
+            sequence.token_ids, request.cache_salt, request.marks, *self._known
+        )
+        size = self._blocks.block_size
+        self._num_queries += max(sequence.num_tokens - first * size, 0)
+        count = len(digests)
+        if not count or not self.costs.prefers_tier(count * size, count * self._content.block_bytes):
+            return False
+        ticket = self._open[sequence.id] = Ticket(sequence, root_digest(request.cache_salt), first, digests)
+        self._queue.put(ticket)
+        return True
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence has a slot: if it is preempted later, it asks again."""
+        self._asked.discard(sequence.id)
+
+    # -- between two steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_tickets(self) -> bool:
+        return bool(self._open)
+
+    def land(self, engine: InferenceEngine, *, is_idle: bool) -> None:
+        """Write the blocks that arrived to the cache; an engine without other work waits for some, a moment."""
+        if is_idle and self._done.empty():
+            self._arrived.wait(IDLE_SECONDS)
+        self._arrived.clear()
+        while not self._done.empty():
+            ticket = self._done.get()
+            del self._open[ticket.sequence.id]
+            self.costs.read(sum(block.nbytes for block in ticket.blocks), ticket.seconds)
+            if ticket.sequence.finish_reason is None and not self._blocks.has_table(ticket.sequence.id):
+                self._num_hits += self._store(engine, ticket)
+            engine.batcher.prompts_advanced()  # retries admission
+
+    def _store(self, engine: InferenceEngine, ticket: Ticket) -> int:
+        """Store the blocks of a ticket behind those that the cache has now; the number of tokens gained."""
+        sequence, blocks = ticket.sequence, self._blocks
+        request = sequence.request
+        arrival = Arrival(engine, sequence.token_ids, request.cache_salt, sequence.id, request.marks)
+        held = arrival.num_blocks
+        arrived = ticket.blocks[held - ticket.first :] if held >= ticket.first else []
+        is_whole = bool(arrived) and arrival.add([self._content.of_target(block) for block in arrived])
+        ids = blocks.block_ids_of(sequence.id)[held:]
+        for block_id, block in zip(ids, arrived, strict=False):
+            self._content.write_head(block_id, block)
+        if blocks.has_states:
+            if not is_whole or ticket.state is None:
+                arrival.close()
+                return 0
+            arrival.add_state(ticket.state)
+        blocks.rest(sequence.id)
+        return len(ids) * blocks.block_size
+
+    def forget(self) -> None:
+        """No request is left."""
+        self._asked.clear()
+
+    def stats(self) -> TierStats:
+        copies = self.copies
+        num_bytes = sum(tier.num_bytes for tier in self.tiers)
+        return TierStats(self._num_queries, self._num_hits, copies.num_stored, copies.num_dropped, num_bytes)
+
+    # -- the thread that reads -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (ticket := self._queue.get()) is not None:
+            started = time.perf_counter()
+            try:
+                self._read(ticket)
+            finally:
+                ticket.seconds = time.perf_counter() - started
+                self._done.put(ticket)
+                self._arrived.set()
+
+    def _read(self, ticket: Ticket) -> None:
+        sizes = self._content.block_bytes, self._content.state_bytes
+        for digest in ticket.digests:
+            block = self._find(Key(digest), ticket.root, sizes[0])
+            if block is None:
+                break
+            ticket.blocks.append(block)
+        if not sizes[1]:
+            return
+        while ticket.blocks:  # of a hybrid: up to the last block whose state is here
+            key = Key(ticket.digests[len(ticket.blocks) - 1], True)
+            ticket.state = self._find(key, ticket.root, sizes[1])
+            if ticket.state is not None:
+                return
+            ticket.blocks.pop()
+
+    def _find(self, key: Key, root: bytes, num_bytes: int) -> np.ndarray | None:
+        found = self.copies.get(key, root)
+        for tier in self.tiers:
+            if found is None and key in tier:
+                found = tier.get(key, root)
+        return found if found is not None and found.nbytes == num_bytes else None
+
+
+def _close(
+    copies: Copies, tickets: queue.SimpleQueue[Ticket | None], thread: threading.Thread, tiers: list[Tier]
+) -> None:
+    """Write waiting blocks, and end both threads; also at the end of the process."""
+    copies.close(CLOSE_SECONDS)
+    tickets.put(None)
+    thread.join(CLOSE_SECONDS)
+    for tier in tiers:
+        tier.close()

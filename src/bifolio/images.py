@@ -1,0 +1,74 @@
+"""Images of a prompt: pixels for a vision tower, and the tokens whose embeddings its rows replace.
+
+tokens  |<- text ->|<---------- image ---------->|<- text ->|
+rows               |<- places: one row for each ->|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TEXT_ONLY = "this model reads text only: remove the image"
+ONE_CPU = "images are read on the CPU by one process: set device='cpu' and tensor_parallel_size=1"
+
+
+class Mark(NamedTuple):
+    """The content of tokens [start, end) of a sequence that their ids do not tell."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """One input of a vision tower in a prompt."""
+
+    pixels: NDArray[np.uint8]  # u8[height, width, 3], in the size that the tower reads
+    places: NDArray[np.int32]  # i32[rows]  tokens whose embeddings the rows of the tower replace, ascending
+    digest: bytes  # of the pixels, and of how the model reads them
+    both_ways: bool = False  # each of its tokens sees all of them: one pass computes them all
+
+    @property
+    def mark(self) -> Mark:
+        """For the digests of the blocks that hold its tokens."""
+        return Mark(self.start, self.end, self.digest)
+
+    @property
+    def start(self) -> int:
+        return int(self.places[0])
+
+    @property
+    def end(self) -> int:
+        return int(self.places[-1]) + 1
+
+
+def whole_images(images: Sequence[PromptImage], start: int, limit: int) -> int:
+    """The tokens of a chunk from `start` on, about `limit` of them: it ends inside no image that is read both ways.
+
+    An image at the start of the chunk is computed whole, however long it is.
+    """
+    end = start + limit
+    for image in images:
+        if image.both_ways and image.start < end < image.end:
+            return (image.start if image.start > start else image.end) - start
+    return limit
+
+
+def runs_of(images: Sequence[PromptImage], start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+    """[start, end) as (start, end, whether it is causal), cut where an image that is read both ways begins or ends."""
+    for image in images:
+        first, last = max(image.start, start), min(image.end, end)
+        if not image.both_ways or first >= last:
+            continue
+        if start < first:
+            yield start, first, True
+        yield first, last, False
+        start = last
+    if start < end:
+        yield start, end, True

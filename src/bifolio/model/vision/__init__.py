@@ -1,0 +1,1 @@
+"""Vision towers: how models read images. One file for each family (`families`)."""

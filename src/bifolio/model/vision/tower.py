@@ -1,0 +1,89 @@
+"""`Vision`, the processing of images for a model, and `Tower`, the network that reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.kernels.interface import Array, KernelSet
+from bifolio.model.vision.tensors import TowerTensors
+from bifolio.quant.tensor import QuantizedTensor
+
+Pixels = NDArray[np.uint8]  # u8[height, width, 3]
+
+
+class Picture(NamedTuple):
+    """An image as a model reads it."""
+
+    text: str  # in place of the placeholder in a prompt, with one `Vision.row_token` for each row
+    tiles: tuple[Pixels, ...]  # inputs of the tower, in the order of their rows
+
+
+class Tower(Protocol):
+    """The network that turns the pixels of a tile into rows in place of embeddings."""
+
+    def prepared(self, kernels: KernelSet) -> Tower:
+        """The tower with its weights prepared for a kernel set."""
+        ...
+
+    def rows(self, pixels: Pixels, kernels: KernelSet) -> NDArray[np.float32]:
+        """f32[rows, d] of one tile."""
+        ...
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        """Every matrix once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """How a model takes images, without its weights."""
+
+    name: str  # of the family of the tower
+    placeholder: str  # the text of an image in a prompt
+    row_token: int  # the token that stands for one row
+    both_ways: bool = False  # the tokens of a tile see all of them
+
+    def read(self, image: Any) -> Picture:
+        """The tiles and the text of a `PIL.Image`, as the processor of the model makes them."""
+        raise NotImplementedError
+
+    def num_rows(self, pixels: Pixels) -> int:
+        """Rows of a tile."""
+        raise NotImplementedError
+
+    def load(self, source: TowerTensors) -> Tower:
+        """The tower from the tensors of a folder."""
+        raise NotImplementedError
+
+    def digest(self, pixels: Pixels) -> bytes:
+        """Of the pixels and of everything that decides how the tower reads them."""
+        found = blake2b(repr((self, pixels.shape)).encode(), digest_size=16, person=b"bifolio-image")
+        found.update(np.ascontiguousarray(pixels).tobytes())
+        return found.digest()
+
+
+class Normalisation(NamedTuple):
+    """From the bytes of a pixel to floats."""
+
+    factor: float = 1 / 255
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def __call__(self, pixels: Pixels) -> NDArray[np.float32]:
+        """f32[height, width, 3]"""
+        scaled = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
+        mean, std = (np.asarray(each, np.float32) for each in (self.mean, self.std))
+        table = (scaled[:, None] - mean) / std  # of each byte and channel
+        return np.asarray(table[pixels, np.arange(3)])
+
+
+def patches_of(values: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """f32[patches, 3 * size * size]: the squares of an image [height, width, 3] row by row, each channel by channel."""
+    height, width = (edge // size for edge in values.shape[:2])
+    cut = values[: height * size, : width * size].reshape(height, size, width, size, 3)
+    return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(height * width, 3 * size * size)
