@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-MARK, DIGEST_BYTES = b"\xff", 16
+MARK = b"\xff"
 
 
 def salt_of_adapter(adapter: Any, salt: bytes) -> bytes:
     """The salt for blocks of an adapter (`engine.adapters.LoadedAdapter`); None: of the base."""
     return salt if adapter is None else MARK + bytes(adapter.digest) + salt
-
-
-def adapter_of_salt(salt: bytes) -> tuple[bytes | None, bytes]:
-    """The digest of the adapter, None for the base, and the salt without it."""
-    first = len(MARK) + DIGEST_BYTES
-    if not salt.startswith(MARK) or len(salt) < first:
-        return None, salt
-    return salt[len(MARK) : first], salt[first:]

@@ -281,11 +281,15 @@ def serve(
 
     check_combined(server, engine, adapters)
     try:
+        from bifolio.serve.http.context import public_name
         from bifolio.serve.http.server import event_loop
         from bifolio.serve.http.server import serve as run_server
         from bifolio.serve.views.logs import LEVELS, configure_logging
     except ImportError as error:
         raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
+    modules = adapters.for_llm()["lora_modules"]
+    if (own_name := public_name(model, server.name)) in modules:
+        raise ConfigError(f"--lora-modules names {own_name!r}, the name of the model: choose another")
     if server.log_level not in LEVELS:
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level

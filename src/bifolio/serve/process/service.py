@@ -120,7 +120,8 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_fetched = self.transfer is not None and self.transfer.fetch(message, self._begin)
+            is_base = not message.adapters  # prompts with adapters are computed here
+            is_fetched = self.transfer is not None and is_base and self.transfer.fetch(message, self._begin)
             if not is_fetched:
                 self._begin(message)
         elif isinstance(message, m.Abort):
