@@ -23,7 +23,7 @@ class Attention {
   void run_unit(int64_t index, Scratch& scratch) const {
     const AttentionUnit& unit = plan_.units[size_t(index)];
     const int64_t dim = shape_.head_dim, count = unit.count * group_;
-    const size_t row_floats = size_t(kMaxRows * (dim + padded_ * 2 + 4));
+    const size_t row_floats = size_t(kMaxRows * (dim + padded_ * 2 + 5));
     uint8_t* memory = scratch.bytes(row_floats * 4 + size_t(kMaxRows) * 16 + attention_scratch_bytes(dim) + 256);
     auto* begin = reinterpret_cast<int64_t*>(memory);
     int64_t* end = begin + kMaxRows;
@@ -31,9 +31,10 @@ class Attention {
     auto* query = reinterpret_cast<float*>(kernel_scratch + attention_scratch_bytes(dim));
     float* mixed = query + kMaxRows * dim;
     float* merged = mixed + kMaxRows * padded_;
-    float *maximum = merged + kMaxRows * padded_, *total = maximum + kMaxRows, *M = total + kMaxRows, *L = M + kMaxRows;
-    gather_rows(unit, query, begin, end);
-    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap};
+    float *maximum = merged + kMaxRows * padded_, *total = maximum + kMaxRows, *M = total + kMaxRows, *L = M + kMaxRows, *slopes = L + kMaxRows;
+    gather_rows(unit, query, begin, end, slopes);
+    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap,
+                             shape_.slopes ? slopes : nullptr};
     if (unit.span >= 0) {
       attend_span(unit, unit.span, rows, kernel_scratch);
       store_partials(unit, rows);
@@ -100,12 +101,13 @@ class Attention {
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;
   }
 
-  void gather_rows(const AttentionUnit& unit, float* query, int64_t* begin, int64_t* end) const {
+  void gather_rows(const AttentionUnit& unit, float* query, int64_t* begin, int64_t* end, float* slopes) const {
     const int64_t dim = shape_.head_dim;
     each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
       const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(shape_, which.position);
       end[r] = which.end;
+      slopes[r] = shape_.slopes ? shape_.slopes[head] : 0.0f;
       scale_row(qkv_.row(which.token) + head * dim, shape_.scale_at(which.position), dim, query + r * dim);
     });
   }
@@ -126,7 +128,8 @@ class Attention {
         shared = std::min(shared, queries[next].shared / kTile * kTile);
       const int64_t row = i * group_;
       const AttentionRows part{(next - i) * group_, rows.query + row * shape_.head_dim, rows.begin + row, rows.end + row,
-                               rows.maximum + row, rows.total + row, rows.mixed + row * padded_, rows.softcap};
+                               rows.maximum + row, rows.total + row, rows.mixed + row * padded_, rows.softcap,
+                               rows.slopes ? rows.slopes + row : nullptr};
       if (unit.kv_head == 0) count_shared(queries + i, queries + next, begin, shared, part);
       kernels().attend_part(kv_, unit.kv_head, queries[i].table, begin, shared, part, scratch);
       if (shared < end) attend_between(unit, i, next, shared, end, rows, scratch);

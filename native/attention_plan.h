@@ -37,6 +37,7 @@ struct AttentionPlan {
 
 // The first position that a query at `position` sees.
 inline int64_t window_begin(const AttentionConstants& shape, int64_t position) {
+  if (shape.window && shape.in_chunks) return position - position % shape.window;
   return shape.window && position >= shape.window ? position + 1 - shape.window : 0;
 }
 

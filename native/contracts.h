@@ -45,7 +45,7 @@ enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_1
 #define BIFOLIO_PACKS_Q4_K  // elsewhere blocks of Q4_K are packed as Q4_1: unpacking takes longer than reading
 #endif
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
-enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5 };  // SwigluClamped only gated, Tanh never
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5, Relu = 6 };  // SwigluClamped only gated, Tanh never
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
@@ -212,6 +212,7 @@ struct AttentionRows {
   float* total;          // [count]
   float* mixed;          // [count][padded head_dim]
   float softcap = 0.0f;  // scores become softcap * tanh(score / softcap); 0: off
+  const float* slopes = nullptr;  // [count] scores grow by slope * (position - position of the query); null: they do not
 
   void clear(int64_t padded) const {
     for (int64_t r = 0; r < count; ++r) maximum[r] = -INFINITY, total[r] = 0.0f;
@@ -300,6 +301,7 @@ struct KernelTable {
   void (*decay_row)(const float* x, const float* bias, const float* decay, int64_t size, float least, float most, float* steps,
                     float* decays);
   void (*sigmoid_row)(const float* x, int64_t size, float* out);
+  void (*exp_row)(const float* x, const float* factor, int64_t size, float* out);  // e^(x * factor)
   void (*scan_columns)(const HeadScan& scan);
 
   // Add the state (m, l, a) of a later span to (M, L, A).

@@ -47,11 +47,29 @@ void drop_groups(const float* ranked, const RouterConstants& router, float* best
   for (int64_t e = 0; e < router.num_experts; ++e) taken[e] = !kept[size_t(e / size)];
 }
 
+// Each choice has the share of its logit in a softmax over the logits that are left and close to it.
+void mix_sparsely(const float* logits, const RouterConstants& router, float* left, int32_t* experts, float* weights) {
+  const int64_t count = router.num_experts;
+  std::copy(logits, logits + count, left);
+  for (int64_t i = 0; i < router.top_k; ++i) {
+    const int64_t best = std::max_element(left, left + count) - left;
+    float total = 0.0f;
+    for (int64_t e = 0; e < count; ++e) {
+      const bool is_far = (left[best] - logits[e]) / std::max(std::fabs(logits[e]), left[best]) > router.band;
+      if (!is_far) total += std::exp(left[e] - left[best]);  // 0 for those that are taken
+    }
+    experts[i] = int32_t(best), weights[i] = router.scale / total;
+    left[best] = -INFINITY;
+  }
+}
+
 void route_row(const float* logits, const RouterConstants& router, float* routing, Scratch& scratch) {
   const int64_t count = router.num_experts;
   auto* scores = scratch.array<float>(size_t(3 * count + (count + 3) / 4));
   float *ranked = scores + count, *best = ranked + count;
   auto* taken = reinterpret_cast<uint8_t*>(best + count);
+  if (router.band > 0.0f)
+    return mix_sparsely(logits, router, scores, reinterpret_cast<int32_t*>(routing), routing + router.top_k);
   score_row(logits, router, scores);
   for (int64_t e = 0; e < count; ++e) ranked[e] = router.bias ? scores[e] + router.bias[e] : scores[e];
   std::memset(taken, 0, size_t(count));

@@ -15,6 +15,7 @@ struct RouterConstants {
   const float* bias;  // [num_experts], changes the choice but not the weights; may be null
   int64_t num_groups, top_groups, group_best;
   const float* expert_scales = nullptr;  // [num_experts], factors of the weights; may be null
+  float band = 0.0f;  // sparse mixing: logits so far below the best, relative to their size, weigh nothing; 0: off
 
   int64_t routing_width() const { return 2 * top_k; }
 };

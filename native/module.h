@@ -52,7 +52,7 @@ struct CacheHolder {
 
 struct RouterHolder {
   RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float scale, nb::handle bias, int64_t num_groups,
-               int64_t top_groups, int64_t group_best, nb::handle expert_scales);
+               int64_t top_groups, int64_t group_best, nb::handle expert_scales, float band);
   Vector bias;  // not valid: none
   Vector expert_scales;  // not valid: none
   RouterConstants router;

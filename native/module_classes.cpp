@@ -169,6 +169,25 @@ void bind_classes(nb::module_& m) {
         copy.queries_only = true;
         return copy;
       }, nb::keep_alive<0, 1>())
+      .def("of_chunks", [](const AttentionConstants& self) {
+        AttentionConstants copy = self;
+        require(self.window > 0, "window is ", self.window, " and must be at least 1: the size of the chunks");
+        copy.in_chunks = true;
+        return copy;
+      }, nb::keep_alive<0, 1>())
+      .def("counting_from", [](const AttentionConstants& self, int64_t start) {
+        AttentionConstants copy = self;
+        require(start >= 0 && start <= INT32_MAX, "start is ", start, " and must be at least 0");
+        copy.temperature_start = start;
+        return copy;
+      }, "start"_a, nb::keep_alive<0, 1>())
+      .def("with_slopes", [](const AttentionConstants& self, nb::handle slope_array) {
+        AttentionConstants copy = self;
+        const Vector slopes = vector("slopes", slope_array);
+        require_length("slopes", slopes, self.num_heads);
+        copy.slopes = slopes.data();
+        return copy;
+      }, array("slopes"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>())
       .def("with_sinks", [](const AttentionConstants& self, nb::handle sink_array) {
         AttentionConstants copy = self;
         const Vector sinks = vector("sinks", sink_array);

@@ -57,7 +57,7 @@ Register record_mix_experts(ProgramHolder& self, Register x, Register routing, c
 }  // namespace
 
 RouterHolder::RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float scale, nb::handle bias_array,
-                           int64_t num_groups, int64_t top_groups, int64_t group_best, nb::handle scale_array)
+                           int64_t num_groups, int64_t top_groups, int64_t group_best, nb::handle scale_array, float band)
     : router{} {
   require_between("num_experts", num_experts, 1, kMaxExperts);
   require_between("num_groups", num_groups, 1, num_experts);
@@ -66,6 +66,7 @@ RouterHolder::RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, boo
   require_between("group_best", group_best, 1, num_experts / num_groups);
   require_between("top_k", top_k, 1, num_experts / num_groups * top_groups);
   require_finite("scale", scale);
+  require(std::isfinite(band) && band >= 0.0f, "band is ", band, " and must be a finite number of at least 0 (0: off)");
   if (!bias_array.is_none()) {
     bias = vector("bias", bias_array);
     require_length("bias", bias, num_experts);
@@ -75,7 +76,7 @@ RouterHolder::RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, boo
     require_length("expert_scales", expert_scales, num_experts);
   }
   router = {num_experts, top_k, sigmoid, renormalise, scale, bias.is_valid() ? bias.data() : nullptr, num_groups, top_groups, group_best,
-            expert_scales.is_valid() ? expert_scales.data() : nullptr};
+            expert_scales.is_valid() ? expert_scales.data() : nullptr, band};
 }
 
 ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : experts{} {
@@ -95,9 +96,9 @@ ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : exper
 
 void bind_experts(nb::module_& m, ProgramClass& program) {
   nb::class_<RouterHolder>(m, "Router")
-      .def(nb::init<int64_t, int64_t, bool, bool, float, nb::handle, int64_t, int64_t, int64_t, nb::handle>(), "num_experts"_a, "top_k"_a, "sigmoid"_a,
+      .def(nb::init<int64_t, int64_t, bool, bool, float, nb::handle, int64_t, int64_t, int64_t, nb::handle, float>(), "num_experts"_a, "top_k"_a, "sigmoid"_a,
            "renormalise"_a, "scale"_a, array("bias"), "num_groups"_a, "top_groups"_a, "group_best"_a,
-           array("expert_scales") = nb::none());
+           array("expert_scales") = nb::none(), "band"_a = 0.0f);
   nb::class_<ExpertsHolder>(m, "Experts").def(nb::init<nb::list, nb::list, int>(), "up"_a, "down"_a, "activation"_a);
   program.def("route", recording(&record_route), "logits"_a, "router"_a)
       .def("mix_experts", recording(&record_mix_experts), "x"_a, "routing"_a, "experts"_a, "site"_a = -1);

@@ -32,6 +32,19 @@ Register record_recur(ProgramHolder& self, Register x, int64_t layer, const Recu
   });
 }
 
+Register record_scan(ProgramHolder& self, Register x, int64_t layer, const RecurrenceHolder& holder) {
+  const RecurrenceWeights& weights = self.hold(holder).weights;
+  require(weights.kind == RecurrenceKind::Selective, "scan takes a selective recurrence");
+  self.require_register("x", x, weights.scan_features());
+  self.require_tokens("x", x);
+  require_between("layer", layer, 0, kMaxLayers);
+  self.recurrences.emplace_back(layer, &weights);
+  return self.record("scan", {x}, self.program.like(x, weights.channels), [=, &weights](const Call& c) {
+    const StateLayer* own = c.step.state_layers ? &(*c.step.state_layers)[size_t(layer)] : nullptr;
+    scan(c.m, c.in(), weights, c.step.states, own, c.out());
+  });
+}
+
 }  // namespace
 
 RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, int64_t heads, int64_t groups, int64_t key_size,
@@ -39,7 +52,7 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
                                    nb::handle skip, const NormHolder* norm, bool norm_first, int64_t norm_groups, float least_step,
                                    float most_step, bool tiled)
     : weights{} {
-  require_between("kind", kind, 0, 2);
+  require_between("kind", kind, 0, 3);
   require_between("width", width, 1, kMaxTaps);
   require_between("channels", channels, 1, kMaxWidth / 3);
   const Input given = input("conv_weight", weight_array);
@@ -57,6 +70,14 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
   require_between("groups", groups, 1, heads);
   require(heads % groups == 0, "heads is ", heads, " and must be a multiple of groups, ", groups);
   require_between("key_size", key_size, 1, kMaxStateSize);
+  if (w.kind == RecurrenceKind::Selective) {
+    require(heads == 1 && value_size == channels, "a selective recurrence must have one head of as many values as channels");
+    require_between("the width of a row", 3 * channels + 2 * key_size, 1, kMaxWidth);
+    w.heads = w.groups = 1, w.key_size = key_size, w.value_size = value_size;
+    w.decay = needed_vector("decay", decay, key_size * channels, vectors);
+    w.skip = needed_vector("skip", skip, channels, vectors);
+    return;
+  }
   require_between("value_size", value_size, 1, kMaxStateSize);
   w.heads = heads, w.groups = groups, w.key_size = key_size, w.value_size = value_size, w.tiled = tiled;
   require(channels == 2 * w.keys() + w.inner(), "channels is ", channels, " and must be ", 2 * w.keys() + w.inner(),
@@ -143,6 +164,7 @@ void bind_recurrence(nb::module_& m, ProgramClass& program) {
            "tiled"_a, nb::keep_alive<1, 14>());
   nb::class_<StatesHolder>(m, "States").def(nb::init<nb::list, nb::list>(), "windows"_a, "states"_a);
   program.def("recur", recording(&record_recur), "x"_a, "layer"_a, "recurrence"_a);
+  program.def("scan", recording(&record_scan), "x"_a, "layer"_a, "recurrence"_a);
 }
 
 }  // namespace bifolio

@@ -125,6 +125,23 @@ Register act(ProgramHolder& self, Register x, int code) {
   return self.record("act", {x}, self.program.like(x), [=](const Call& c) { act(c.m, c.in(), activation, c.out()); });
 }
 
+// Above 0: positive * x^2 + linear * x; else negative * (e^min(x, most) - 1 - x) + linear * x.
+Register xielu(ProgramHolder& self, Register x, float positive, float negative, float linear, float most) {
+  self.require_register("x", x);
+  for (const float value : {positive, negative, linear, most}) require_finite("a coefficient", value);
+  return self.record("xielu", {x}, self.program.like(x), [=](const Call& c) {
+    const Rows in = c.in(), out = c.out();
+    each_row(c.m, in.count, 32 * in.width, [&](int64_t row) {
+      const float* source = in.row(row);
+      float* target = out.row(row);
+      for (int64_t i = 0; i < in.width; ++i) {
+        const float v = source[i];
+        target[i] = linear * v + (v > 0.0f ? positive * v * v : negative * (std::expm1(std::min(v, most)) - v));
+      }
+    });
+  });
+}
+
 // act(max(gate - least, 0)) * up, where `least` is the mean of the gates plus `cutoff` standard deviations.
 void sparse_act_mul_row(const float* gate, int64_t width, float cutoff, Activation activation, float* out) {
   double sum = 0.0, spread = 0.0;
@@ -351,6 +368,7 @@ void bind_operations(ProgramClass& program) {
       .def("add", recording(&add), "x"_a, "y"_a, "scale"_a = 1.0f)
       .def("add_norm", recording(&add_norm), "x"_a, "delta"_a, "weights"_a)
       .def("act", recording(&act), "x"_a, "activation"_a)
+      .def("xielu", recording(&xielu), "x"_a, "positive"_a, "negative"_a, "linear"_a, "most"_a)
       .def("act_mul", recording(&act_mul), "x"_a, "activation"_a, "cutoff"_a.none() = nb::none())
       .def("gate", recording(&gate), "x"_a, "logits"_a)
       .def("join_columns", recording(&join_columns), "parts"_a, "starts"_a, "stops"_a, array("factors") = nb::none())

@@ -39,10 +39,13 @@ struct AttentionConstants {
   int64_t temperature_period = 1;
   const NormWeights* value_norm = nullptr;  // of head_dim; null: none
   bool queries_only = false;  // the keys and values are those of another layer: rows hold queries alone, none are written
+  bool in_chunks = false;          // the window begins at a multiple of its size
+  int64_t temperature_start = 0;   // of the positions that the temperature counts
+  const float* slopes = nullptr;   // [num_heads] scores grow by slope * (position - position of the query); null: they do not
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
 
   float scale_at(int64_t position) const {
-    return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + position / temperature_period)));
+    return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + (position + temperature_start) / temperature_period)));
   }
   int64_t query_width() const { return num_heads * head_dim; }
   int64_t qkv_width() const { return (num_heads + (queries_only ? 0 : 2 * num_kv_heads)) * head_dim; }

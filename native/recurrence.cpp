@@ -20,7 +20,7 @@ class Recurring {
     sequence_of_.resize(size_t(x.count));
     for (int64_t i = 0; i < use.num_sequences; ++i)
       for (int64_t token = use.starts[i]; token < use.starts[i + 1]; ++token) sequence_of_[size_t(token)] = int32_t(i);
-    if (w_.kind == RecurrenceKind::Conv) return;
+    if (w_.only_convolves()) return;
     stride_ = round_up(w_.channels, 16);
     mixed_ = workspace.convolved.array<float>(size_t(x.count * stride_));
     gates_ = workspace.gates.array<float>(size_t(2 * x.count * w_.heads));
@@ -28,7 +28,7 @@ class Recurring {
 
   void run(Member& m) {
     convolve(m);
-    if (w_.kind != RecurrenceKind::Conv) {
+    if (!w_.only_convolves()) {
       scan(m);
       each_row(m, x_.count, 8 * out_.width, [&](int64_t token) { finish(token); });
     }
@@ -74,7 +74,7 @@ class Recurring {
 
   // Units of a token: pieces of channels (conv); or the vectors of its groups and heads, and its gates.
   void convolve(Member& m) const {
-    if (w_.kind == RecurrenceKind::Conv) {
+    if (w_.only_convolves()) {
       constexpr int64_t piece = 512;
       const int64_t pieces = (w_.channels + piece - 1) / piece;
       m.split(x_.count * pieces, 8, [&](int64_t begin, int64_t end) {

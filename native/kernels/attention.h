@@ -23,7 +23,11 @@ static inline void softmax_row(float* scores, int64_t first, int64_t last, float
 }
 
 // Scores of rows from `first_row` on, of a whole tile. Positions that a row does not see may hold anything.
-static inline void cap_scores(const AttentionRows& rows, int64_t first_row, float* scores) {
+static inline void adjust_scores(const AttentionRows& rows, int64_t first_row, int64_t start, float* scores) {
+  for (int64_t r = first_row; r < rows.count && rows.slopes; ++r) {
+    const int64_t first = start + 1 - rows.end[r];  // distance of the first position of the tile from the query
+    for (int64_t j = 0; j < kTile; ++j) scores[r * kTile + j] += rows.slopes[r] * float(first + j);
+  }
   if (rows.softcap == 0.0f) return;
   for (int64_t r = first_row; r < rows.count; ++r) softcap_row(scores + r * kTile, kTile, rows.softcap);
 }
@@ -85,7 +89,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_ints(tile, rows, first, s, scores);
-      cap_scores(rows, first, scores);
+      adjust_scores(rows, first, start, scores);
       softmax_rows(rows, first, start, padded, scores);
       mix_ints(tile, rows, first, s, scores, padded);
     });
@@ -102,7 +106,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_floats<T>(tile, rows, first, s, scores);
-      cap_scores(rows, first, scores);
+      adjust_scores(rows, first, start, scores);
       s.direct ? softmax_directly<T>(rows, first, start, padded, scores) : softmax_rows(rows, first, start, padded, scores);
       mix_floats<T>(tile, rows, first, s, scores);
     });

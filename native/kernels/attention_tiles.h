@@ -151,7 +151,7 @@ static inline uint32_t visible_positions(const AttentionRows& rows, int64_t r, i
 }
 
 static void weigh_rows(const AttentionRows& rows, int64_t first, int64_t start, const TileScratch& s) {
-  cap_scores(rows, first, s.scores);
+  adjust_scores(rows, first, start, s.scores);
   for (int64_t r = first; r < rows.count; r += 4) {
     uint32_t visible[4];
     for (int64_t i = 0; i < 4; ++i) visible[i] = visible_positions(rows, r + i, start);

@@ -102,6 +102,7 @@ static inline Reg activate(Reg x, Activation activation) {
     const Reg half = mul(c(0.5f), x);
     return fma(half, erf(mul(x, c(0.70710678f))), half);
   }
+  if (activation == Activation::Relu) return max(c(0.0f), x);
   if (activation == Activation::Relu2) {
     const Reg positive = max(c(0.0f), x);
     return mul(positive, positive);

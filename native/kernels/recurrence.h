@@ -29,6 +29,10 @@ static void decay_row(const float* x, const float* bias, const float* decay, int
   map_row(size, decays, [&](auto at) { return exp(mul(at(steps), at(decay))); });
 }
 
+static void exp_row(const float* x, const float* factor, int64_t size, float* out) {
+  map_row(size, out, [&](auto at) { return exp(mul(at(x), at(factor))); });
+}
+
 static void sigmoid_row(const float* x, int64_t size, float* out) {
   map_row(size, out, [&](auto at) {
     return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), at(x)))));

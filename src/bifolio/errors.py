@@ -20,6 +20,7 @@
     ├── EngineDeadError        the engine stopped; its running requests are lost
     │   └── RankLostError      a process of a tensor-parallel engine ended
     ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
+    ├── SnapshotError          a saved text that is damaged, or of another model, key or arithmetic
     ├── TransferError          blocks of the cache could not be taken over from another engine
     ├── EngineFaultError       an engine client cannot serve a request; its `kind` says why
     └── MissingDependencyError a required optional package is not installed
@@ -37,11 +38,12 @@ from typing import ClassVar
 class FaultKind(StrEnum):
     """The reason why an engine ended or refused a request; the same in every process and on every host."""
 
-    INVALID_REQUEST = "invalid_request"  # the client's fault, as are the next four
+    INVALID_REQUEST = "invalid_request"  # the client's fault, as are the next five
     EMPTY_PROMPT = "empty_prompt"
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_ID = "token_id"
     GRAMMAR = "grammar"
+    UNKNOWN_BRANCH = "unknown_branch"  # it was closed, or belongs to another client
     SLOW_READER = "slow_reader"  # the client does not read its output
     QUEUE_FULL = "queue_full"  # too many requests wait; as all retryable faults, it passes
     KEY_LIMIT = "key_limit"  # too many requests of one API key
@@ -112,6 +114,12 @@ class GrammarError(RequestError):
     """A schema, regular expression or grammar that is wrong, or takes too much time or space."""
 
     fault = FaultKind.GRAMMAR
+
+
+class SnapshotError(BifolioError, ValueError):
+    """A saved text that cannot be written or used."""
+
+    fault = FaultKind.INVALID_REQUEST
 
 
 class CacheError(BifolioError, RuntimeError):

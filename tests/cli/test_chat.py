@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,38 @@ def test_load_continues_a_saved_conversation(folder: Path, tmp_path: Path) -> No
     assert "could not read" in notes
     file.write_text('{"messages": [1]}')
     assert "is no saved conversation" in " ".join(chat(folder, f"/load {file}\n")[1].split())
+
+
+def test_a_session_goes_on_from_its_file(folder: Path, tmp_path: Path) -> None:
+    session = tmp_path / "talk.session"
+    turns = ["Once upon a time", "and then?", "why?"]
+    answers = expected(folder, turns)
+    printed, notes = chat(folder, turns[0] + "\n", "--session", str(session))
+    assert printed == answers[0] + "\n"
+    assert "2 messages written to" in notes
+    printed, notes = chat(folder, turns[1] + "\n", "--session", str(session))
+    assert printed == answers[1] + "\n"
+    assert re.search(r"2 messages read from .*, \d+ of \d+ tokens from the file", notes)
+    assert "prompt" in notes
+    assert ", 0 from the cache" not in notes
+    printed, notes = chat(folder, f"/load {session}\n{turns[2]}\n/save {tmp_path / 'b.session'}\n")
+    assert printed == answers[2] + "\n"
+    assert "6 messages written to" in notes
+    printed, notes = chat(folder, "/bye\n", "--session", str(session), "--kv-dtype", "f16")
+    assert "computed again, since the snapshot was computed by another arithmetic" in notes
+
+
+def test_sessions_that_cannot_go_on(folder: Path, tmp_path: Path) -> None:
+    session = tmp_path / "talk.session"
+    chat(folder, "Hello\n", "--session", str(session))
+    arguments = ["chat", "-m", str(folder), *OPTIONS, "--session", str(session)]
+    result = CliRunner().invoke(build_app(), [*arguments, "--system", "Be kind."], input="")
+    assert "--system is for a new conversation" in str(result.exception)
+    session.write_bytes(session.read_bytes()[:-1])
+    result = CliRunner().invoke(build_app(), arguments, input="")
+    assert "is no whole snapshot" in str(result.exception)
+    _, notes = chat(folder, f"/load {session}\n")
+    assert "is no whole snapshot" in notes
 
 
 def test_branches_go_on_apart(folder: Path) -> None:

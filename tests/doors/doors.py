@@ -41,6 +41,8 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("bamba", "granitehybrid"), ENTRIES), NORMED),
     **dict.fromkeys(product(("gemma3n", "gemma4"), ENTRIES), DIFFER),
     **dict.fromkeys(product(("qwen35", "qwen35moe"), ["gguf"]), TILED),
+    **dict.fromkeys(product(("jamba", "mamba"), ENTRIES), "selective recurrent layers"),
+    **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
 }
 
 

@@ -27,6 +27,7 @@ from bifolio.engine.tiers import content, files
 from bifolio.engine.tiers.files import FileTier
 from bifolio.engine.tiers.tier import Key, MemoryTier
 from bifolio.errors import ConfigError
+from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.loaded import LoadedModel
 from draft_heads import eagle_folder
 from helpers import (
@@ -38,6 +39,7 @@ from helpers import (
     scratch,
     tiny_folder,
     tiny_loaded,
+    tiny_model,
 )  # fmt: skip
 from hybrid_models import VOCABULARY, tiny_hybrid
 
@@ -46,15 +48,18 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=3, logprobs=2, ignor
 OPTIONS: dict[str, Any] = {"block_size": BLOCK, "chunk_size": 8, "max_model_len": 128, "num_blocks": 64}
 
 
-def models() -> dict[str, LoadedModel]:
-    return {"plain": tiny_loaded(), **{kind: tiny_hybrid(kind) for kind in ("conv", "delta", "mamba")}}
+@cache
+def model_of(kind: str) -> LoadedModel:
+    if kind == "experts":
+        return load_folder(tiny_model("qwen3moe", vocab_size=VOCABULARY)[1])
+    return tiny_loaded() if kind == "plain" else tiny_hybrid(kind)
 
 
 def engine_on(folder: Path | None, kind: str = "plain", **options: Any) -> InferenceEngine:
     tiers = TierSettings(folder=folder) if folder is not None else None
-    hybrid = {} if kind == "plain" else {"checkpoint_tokens": 16}
+    hybrid = {"checkpoint_tokens": 16} if model_of(kind).config.recurrent is not None else {}
     kernels = make_kernels(cpu_kernel_names()[0])  # whose bits do not depend on the sizes of a pass
-    return make_engine(models()[kind], kernels=kernels, **{**OPTIONS, "tiers": tiers, **hybrid, **options})
+    return make_engine(model_of(kind), kernels=kernels, **{**OPTIONS, "tiers": tiers, **hybrid, **options})
 
 
 def run(
@@ -91,7 +96,7 @@ def tier_files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["plain", "conv", "delta", "mamba"])
+@pytest.mark.parametrize("kind", ["plain", "conv", "delta", "mamba", "experts"])
 @pytest.mark.parametrize("length", [4, 5, 63, 100])
 def test_an_engine_finds_the_prefixes_of_an_earlier_one(tmp_path: Path, length: int, kind: str) -> None:
     first = engine_on(tmp_path, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from case_table import Context, Outputs, activations, case, new_context, normal, segment_over
@@ -18,13 +19,20 @@ SHAPES = {
     "soft-capped": (4, 2, 64, 50, 0.7),
     "growing": (4, 2, 64, None, 0.0, 0.3, 8),
     "large": (2, 1, 512, None, 0.0),
+    "chunked": (4, 2, 64, 20, 0.0),
+    "biased": (6, 3, 64, None, 0.0),
+    "biased by window": (4, 2, 64, 24, 0.0, 0.3, 8),
 }  # query heads, key heads, head size, window, soft cap, temperature and its period
 
 
 def shape_of(name: str) -> AttentionShape:
     heads, kv_heads, dim, window, softcap, *growth = SHAPES[name]
     temperature = dict(zip(("temperature", "temperature_period"), growth, strict=False))
-    return AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window, softcap=softcap, **temperature)
+    shape = AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window, softcap=softcap, **temperature)
+    if "biased" in name:
+        slopes = (2.0 ** -np.arange(1, heads + 1)).astype(np.float32)
+        return replace(shape, slopes=slopes, temperature_start=3)
+    return replace(shape, in_chunks=name == "chunked")
 
 
 # -- rope_and_write ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ ROUTERS = {
     "softmax": Router(3),
     "softmax of the chosen": Router(3, renormalise=True),
     "sigmoid": Router(2, "sigmoid", renormalise=True, scale=2.5),
+    "shares of close logits": Router(2, band=0.3, scale=1.5),
     "best groups": Router(3, num_groups=4, top_groups=2),
     "factors of experts": Router(3, renormalise=True, expert_scales=np.linspace(0.5, 2.0, EXPERTS).astype(np.float32)),
     "groups by two, biased": Router(
@@ -33,6 +34,13 @@ def spread_logits(rng: np.random.Generator, rows: int) -> np.ndarray:
     """Logits far enough apart that a set in 16 bits makes the same choice."""
     order = np.argsort(rng.standard_normal((rows, EXPERTS)), axis=-1)
     return normal(rng, rows, EXPERTS, scale=0.02) + (order * 0.5 - 2).astype(np.float32)
+
+
+@case("weigh")
+def weigh(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Rows times the weight of their first choice."""
+    routing = kernels.route(kernels.from_host(spread_logits(rng, 5)), ROUTERS["sigmoid"])
+    return (kernels.to_host(kernels.weigh(activations(kernels, normal(rng, 5, 48)), routing)),)
 
 
 def new_experts(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from case_table import Outputs, activations, case, normal
 
-from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm, XieluCoefficients
 from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
@@ -188,8 +188,14 @@ def act_mul_of_product(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 def act(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     x = activations(kernels, normal(rng, 5, 72, scale=2.0))
     layer = kernels.prepare_linear(new_linear(rng, (48,), 72))
-    plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "tanh")]
+    plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "relu", "tanh")]
     return *plain, kernels.to_host(kernels.act(kernels.linear(x, layer), "gelu"))
+
+
+@case("xielu")
+def xielu(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    x = activations(kernels, normal(rng, 5, 72, scale=2.0))
+    return (kernels.to_host(kernels.xielu(x, XieluCoefficients(0.8, 1.3, 0.5, -1e-6))),)
 
 
 @case("take")

@@ -20,6 +20,15 @@ def new_recurrence(rng: np.random.Generator, kind: str, **changes: object) -> Re
         channels, width = int(changes.get("channels", 37)), int(changes.get("width", 3))
         conv = Recurrence("conv", 1, width, channels, conv_weight=normal(rng, channels, width, scale=0.5))
         return replace(conv, conv_bias=normal(rng, channels)) if changes.get("conv_bias") else conv
+    if kind == "selective":
+        channels, width = int(changes.get("channels", 150)), int(sizes["width"])
+        return Recurrence(
+            kind, 1, width, channels, 1, 1, key, channels,
+            conv_weight=normal(rng, channels, width, scale=0.5),
+            conv_bias=normal(rng, channels, scale=0.5),
+            decay=-np.exp(rng.uniform(-2, 1, (key, channels))).astype(np.float32),
+            skip=normal(rng, channels),
+        )  # fmt: skip
     channels = 2 * groups * key + heads * value
     norm_size = value if kind == "delta" else heads * value
     recurrence = Recurrence(
@@ -47,6 +56,8 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "mamba of even sizes": ("mamba", {"heads": 4, "key_size": 32, "value_size": 16, "norm_groups": 2}),
     "mamba of width 7": ("mamba", {"width": 7}),
     "mamba, norm first": ("mamba", {"norm_first": True, "norm_groups": 2}),
+    "selective": ("selective", {}),
+    "selective of even sizes": ("selective", {"channels": 64, "key_size": 16}),
     "mamba without norm": ("mamba", {"norm": None, "skip": None, "width": 2}),
 }
 
@@ -109,6 +120,29 @@ def _enter(name: str, kind: str, changes: dict[str, object]) -> None:
 
 for _name, (_kind, _changes) in KINDS.items():
     _enter(_name, _kind, _changes)
+
+
+@case("scan")
+def scan(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A prompt that writes states on its way, sequences that continue them, and no cache."""
+    recurrence = new_recurrence(rng, "selective")
+    own, storage = kernels.prepare_recurrence(recurrence), state_storage(kernels, recurrence, 6)
+    rows = normal(rng, 20, 3 * recurrence.channels + 2 * recurrence.key_size)
+    found = []
+
+    def run(part: slice, starts: list[int], reads: list[int], writes: list[int]) -> None:
+        batch = state_batch(kernels, starts, reads, writes)
+        found.append(kernels.to_host(kernels.scan(activations(kernels, rows[part]), own, batch, storage)))
+
+    run(slice(0, 9), [0, 9], [0], [*[-1] * 3, 2, *[-1] * 4, 1])
+    run(slice(9, 16), [0, 1, 4, 7], [1, 2, 0], [1, -1, 4, 3, -1, -1, 5])
+    alone = state_batch(kernels, [0, 4], [1], [-1] * 4)
+    found.append(kernels.to_host(kernels.scan(activations(kernels, rows[16:]), own, alone, storage)))
+    return *found, storage_copy(kernels, storage, recurrence)
+
+
+def storage_copy(kernels: KernelSet, storage: KVStorage, recurrence: Recurrence) -> np.ndarray:
+    return kernels.to_host(storage.recurrent[recurrence.layer]).copy()
 
 
 @case("recur", "without a cache")

@@ -14,7 +14,7 @@ from operation_cases import CASES, check_operation
 from phase_checks import PHASE_KERNELS, check_decode_needs_a_cache, check_phase_selects
 
 from bifolio.kernels.interface import AttentionPhase, KernelSet
-from bifolio.measure.operation_hook import OPERATIONS, hooked
+from bifolio.kernels.operation_hook import OPERATIONS, hooked
 from helpers import cpu_kernel_names, make_kernels
 
 MEMBERS = protocol_members(KernelSet)

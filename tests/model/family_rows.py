@@ -15,6 +15,7 @@ import pytest
 from expert_rows import EXPERT_ROWS
 from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
+from later_rows import LATER_ROWS
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
 
@@ -276,12 +277,15 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 ROWS |= {
     name: Row(config, tiny, real, peer=peer)
-    for name, (config, tiny, real, peer) in {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS}.items()
+    for name, (config, tiny, real, peer) in {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS}.items()
 }
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
 OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS}
+
+
+UNREAD = {"opt": 2 * 64}  # parameters of a row that the network does not read
 
 
 def row_model(name: str, **overrides: Any) -> Any:

@@ -25,20 +25,41 @@ from bifolio.quant.tensor import QuantizedTensor
 from helpers import random_prompt, transformers_logits
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("apertus", {"hidden_act": "silu"}, "hidden_act"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
     ("cohere", {"use_qk_norm": True}, "layer norms of their own"),
     ("ernie4_5moe", {"use_bias": True}, "biases"),
     ("ernie4_5moe", {"moe_norm_min": 0.1}, "moe_norm_min"),
     ("falcon", {"alibi": True}, "alibi"),
     ("falcon", {"parallel_attn": False}, "parallel_attn"),
     ("gemma", {"use_bidirectional_attention": True}, "attend to later ones"),
-    ("glm4", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+    ("afmoe", {"attention_bias": True}, "attention_bias"),
+    ("afmoe", {"score_func": "softmax"}, "score_func"),
+    ("glm4", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope scaling 'spiral'"),
+    ("glm4", {"rope_scaling": {"rope_type": "dynamic", "alpha": 2.0}}, "with alpha"),
+    ("gpt_bigcode", {"add_cross_attention": True}, "cross attention"),
+    ("gpt_bigcode", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("hunyuan_v3", {"mlp_bias": True}, "mlp_bias"),
     ("hunyuan_moe", {"use_cla": True}, "use_cla"),
     ("hunyuan_moe", {"moe_topk": [1, 2] * 16}, "moe_topk by layer"),
     ("hunyuan_moe", {"moe_intermediate_size": 1024}, "another width"),
+    ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
+    ("llama4", {"text_config": {**ROWS["llama4"].real["text_config"], "layer_types": ["other"] * 48}}, "'other'"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
+    ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv"),
+    ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+    ("phimoe", {"rope_scaling": {**ROWS["phimoe"].real["rope_scaling"], "short_mscale": 1.0}}, "short_mscale"),
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
 ]
+
+
+def test_dynamic_rope_scales_nothing_up_to_the_length_of_the_context() -> None:
+    plain = config_from_hf(ROWS["glm4"].real)
+    assert config_from_hf({**ROWS["glm4"].real, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}) == plain
 
 
 @pytest.mark.parametrize(("name", "change", "reason"), REFUSED)

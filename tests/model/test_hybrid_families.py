@@ -242,11 +242,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h with experts", {"mlp_bias": True}, "biases in its experts"),
     ("nemotron_h", {"hybrid_override_pattern": "M-R*"}, "kind 'R'"),
     ("nemotron_h", {"hybrid_override_pattern": None}, "which layers are recurrent"),
-    ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without any attention"),
+    ("nemotron_h", {"hybrid_override_pattern": "----", "num_hidden_layers": 4}, "without any attention or"),
     ("nemotron_h", {"mamba_num_heads": 12}, "12 recurrent heads cannot share 8"),
     ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1: it must be an integer from 2"),
     ("lfm3", {"layer_types": ["conv", "linear_attention"] * 12}, "kind 'linear_attention'"),
-    ("lfm3", {"layer_types": ["conv"] * 24}, "without any attention"),
     ("lfm3", {"sliding_window": None}, "how long its window is"),
     ("lfm3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0},
                                   "sliding_attention": {"rope_type": "default"}}}, "'yarn' is not supported"),
@@ -255,9 +254,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3next", {"layer_types": ["full_attention"]}, "kinds of 48 layers, not of 1,"),
     ("nemotron_h", {"attention_bias": True}, "biases in attention"),
     ("granitehybrid", {"layer_types": ["attention"] * 40}, "without positions"),
-    ("bamba", {"attn_layer_indices": None}, "without any attention"),
     ("bamba", {"attn_layer_indices": list(range(32))}, "no recurrent layer"),
-    ("bamba", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    ("bamba", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not supported"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import AdapterInfo, Hello, Picture, Recalled, Start
+from bifolio.api.messages import AdapterInfo, BranchCall, BranchReply, Hello, Picture, Recalled, Start
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -117,6 +117,10 @@ class EngineClient(Protocol):
 
     async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:
         """Load an adapter, or forget its name where there is no path; other requests go on."""
+        ...
+
+    async def branch(self, call: BranchCall) -> BranchReply:
+        """Run a verb on a branch; its id is set here."""
         ...
 
     def fail_all(self, error: Exception) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bifolio.api.exact_network import exact_kernels, with_value
 from bifolio.api.language_parameters import ParameterForm, file_tensor, register
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KvCacheEntry
@@ -37,7 +38,7 @@ from bifolio.errors import (
     TokenIdError,
 )
 from bifolio.kernels.interface import Batch, KernelSet
-from bifolio.kernels.select import torch_kernels
+from bifolio.kernels.select import select_kernels, torch_kernels
 from bifolio.kernels.torch_dtypes import dtype_name
 from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
@@ -47,6 +48,7 @@ from bifolio.model.huggingface.safetensors_file import open_safetensors, write_s
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import assemble
 from bifolio.model.weights import ModelWeights
+from bifolio.sampling.sampler import prompt_logprobs
 
 IGNORED_TARGET = -100  # positions with this target are excluded from the loss
 BLOCK_SIZE = 16  # of the paged cache that `decode` runs on
@@ -128,6 +130,25 @@ class LanguageModel(nn.Module):
             )
         self._check_targets(targets)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED_TARGET)
+
+    def token_logprobs(self, idx: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+        """idx [B, T] → f32[B, T - 1]: the logprob of each token after the ones before it, with its gradient.
+
+        With `exact` they are the logprobs that an engine on the CPU's native kernels gives a rollout, to the last bit,
+        if it has these parameters in float32. Each operation is then computed twice (`api.exact_network`).
+        """
+        if not exact:
+            logits, _ = self.prefill(idx)
+            return logits[:, :-1].log_softmax(dim=-1).gather(-1, idx[:, 1:, None].long())[..., 0]
+        self._check_tokens(idx)
+        batch_size, length = idx.shape
+        kernels = exact_kernels(self._kernels(), select_kernels("cpu", name="native"))
+        batch = fresh_batch(idx, kernels, rope_of_length(self.config, length) or 0)
+        logits = transformer.forward(self.weights(), batch, kernels, None).unflatten(0, (batch_size, length))
+        following, rows = idx[:, 1:].long(), logits[:, :-1]
+        smooth = rows.log_softmax(dim=-1).gather(-1, following[..., None])[..., 0]
+        scores = prompt_logprobs(rows.detach().flatten(0, 1).numpy(), following.flatten().numpy(), 0)
+        return with_value(smooth, scores.logprobs)
 
     @torch.no_grad()
     def decode(

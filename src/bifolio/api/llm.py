@@ -27,7 +27,9 @@ from bifolio.api.prompts import (
     show_progress,
     suffix_of,
 )
+from bifolio.api.receipts import receipt_of
 from bifolio.api.shared_engine import SharedEngine, Start
+from bifolio.api.snapshots import Saved, load, save
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
@@ -41,6 +43,7 @@ from bifolio.engine.requests import as_token_ids
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
+from bifolio.model.digests import model_digest, numerics
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
@@ -179,18 +182,30 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: int | Sequence[int] = 0,
         lora_request: LoRA = None,
+        receipts: bool = False,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results have the order of the prompts."""
+        """Complete every prompt; results have the order of the prompts. With `receipts` each has a `.receipt`."""
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
-        return self._run(batch, params, priorities, use_tqdm, lora_request)
+        return self._run(batch, params, priorities, use_tqdm, lora_request, receipts)
 
     def open(self, prompt: Prompt) -> Branch:
         """Compute a prompt and hold it as a `Branch`: to fork, append to, generate from, score and cut it."""
         tokens = self.prompt_tokens(prompt)
         state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens.token_ids), images=tokens.images))
         return Branch(self, state).compute()
+
+    def save(self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None) -> int:
+        """Write a branch, an output or tokens with their cached blocks to a file; its bytes.
+
+        `notes` are kept with it: values of JSON.
+        """
+        return save(self, text, path, notes)
+
+    def load(self, path: str | Path, *, recompute: bool = False) -> Branch:
+        """Continue a saved text, bit for bit. Another arithmetic is refused, or its tokens are computed again."""
+        return load(self, path, recompute)[0]
 
     def beam_search(
         self,
@@ -214,12 +229,33 @@ class LLM:
         priorities: list[int],
         use_tqdm: bool | None,
         lora_request: LoRA,
+        receipts: bool = False,
     ) -> list[RequestOutput]:
         prompts, params = self.resolved(batch, params)
         adapters = self.adapters_for(lora_request, len(batch))
         requests = self._shared.add_all(prompts, params, priorities, adapters)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
-        return [request_output(request, self.decode_token) for request in requests]
+        outputs = [request_output(request, self.decode_token) for request in requests]
+        if not receipts:
+            return outputs
+        return [
+            output if request.error is not None else dataclasses.replace(output, receipt=self.receipt(request))
+            for output, request in zip(outputs, requests, strict=True)
+        ]
+
+    def receipt(self, request: Request) -> dict[str, Any]:
+        """The receipt of a finished request of this engine (`api.receipts`)."""
+        return receipt_of(request, self.identity, self.numerics)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The name and the digest of the model, for receipts; the first call reads all weights."""
+        return {"name": self.model.path.name, "digest": model_digest(self.model, whole=True)}
+
+    @cached_property
+    def numerics(self) -> dict[str, Any]:
+        """The facts of the arithmetic, for receipts."""
+        return numerics(self.engine.model, self.engine.runner.kernels, self.engine.config)
 
     @cached_property
     def branches(self) -> BranchOwner:

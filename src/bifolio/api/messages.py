@@ -7,13 +7,14 @@ ever unpickled.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
 
+BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
 
@@ -63,7 +64,25 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     keeps: bool = False  # the blocks stay after the end, for follow-ups
     parent: str = ""  # id of a kept request that this one may continue
     prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.process.block_transfer`)
+    branch: str = ""  # name of the branch that it continues or scores; the prompt is then empty, or scored behind it
+    branch_use: BranchUse = "beside"
+    wants_receipt: bool = False  # the end carries a receipt
     adapters: list[tuple[str, float]] = []  # names of low-rank adapters with factors: their sum
+
+
+class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
+    """A verb on a branch (`serve.process.text_branches`)."""
+
+    id: str
+    verb: Literal["open", "look", "append", "truncate", "fork", "close"]
+    name: str = ""
+    owner: str = ""  # name of the tenant
+    share: str = ""  # key or address of the client
+    token_ids: list[int] = []
+    count: int = 0  # of forks, or of tokens to keep
+    to_answer: bool = False
+    salt: bytes = b""
+    seconds: float = 0.0  # time to live
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -123,7 +142,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | BranchCall | Shutdown
 
 
 class AdapterInfo(msgspec.Struct, array_like=True):
@@ -193,6 +212,7 @@ class Ended(msgspec.Struct, array_like=True):
     num_preemptions: int
     error: str | None = None
     fault: FaultKind | None = None  # of the error
+    receipt: dict[str, Any] | None = None
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -239,6 +259,17 @@ class AdapterList(msgspec.Struct, tag="adapters"):
     adapters: list[AdapterInfo]
 
 
+class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
+    """A branch after a verb."""
+
+    id: str
+    names: list[str]  # its own, or those of its forks
+    num_tokens: int
+    num_prompt: int  # tokens before the answer
+    seconds: float  # time to live
+    token_ids: bytes = b""  # i32[t], where they were asked for
+
+
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
 BLOCK_COLOURS = 250
 
@@ -261,7 +292,7 @@ class Beat(msgspec.Struct, tag="beat"):
     adapters: list[AdapterInfo] = []
 
 
-FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | AdapterList | Beat
+FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | AdapterList | BranchReply | Beat
 
 
 _encoder = msgspec.msgpack.Encoder()

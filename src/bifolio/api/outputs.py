@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 from bifolio.errors import RequestError
 from bifolio.sequence import FinishReason, Request, RequestMetrics, Sequence, TokenLogprob
@@ -133,6 +133,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    receipt: dict[str, Any] | None = None  # of a call with `receipts=True`
 
     @property
     def num_cached_tokens(self) -> int:

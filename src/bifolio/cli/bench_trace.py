@@ -44,11 +44,21 @@ class TraceEngine(measure_options.Measured):
     block_size: options.BlockSize = 16
     chunk_size: options.ChunkSize = 512
     prefix_caching: Annotated[bool, commands.option(help="Share cache blocks of equal prompt prefixes.")] = True
+    kv_offload: options.KvOffload = None
+    kv_offload_dir: options.KvOffloadDir = None
+    kv_offload_disk: options.KvOffloadDisk = None
 
     def shared(self) -> dict[str, Any]:
         """The arguments of `LLM` that both kinds of batching take; each has its own pool of blocks."""
-        own = ("num_blocks", "memory", "max_model_len", "prefix_caching")
+        own = ("num_blocks", "memory", "max_model_len", "prefix_caching", *self.tiers())
         return {name: value for name, value in self.for_llm().items() if name not in own}
+
+    def tiers(self) -> dict[str, Any]:
+        """The tiers below the cache of continuous batching."""
+        return {
+            "kv_offload": self.kv_offload, "kv_offload_dir": self.kv_offload_dir,
+            "kv_offload_disk": self.kv_offload_disk,
+        }  # fmt: skip
 
 
 def trace(
@@ -92,6 +102,7 @@ def trace(
         memory=engine.memory,
         max_model_len=length,
         enable_prefix_caching=engine.prefix_caching,
+        **engine.tiers(),
         **engine.shared(),
     )
     reports = replay_all(llm, loaded, requests, prompts, speed, engine, compare is not None, as_json)

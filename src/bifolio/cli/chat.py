@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, options
@@ -27,6 +28,8 @@ EPILOG = """Examples:
 
   bifolio chat -m ./model --system "You answer in one sentence." --temperature 0.7
 
+  bifolio chat -m ./model --session plans.session
+
   echo "What is the capital of France?" | bifolio chat -m ./model --temperature 0"""
 
 
@@ -47,6 +50,10 @@ def chat(
             help="When the context is full: drop (the oldest turns), summarise (them) or stop.",
         ),
     ] = "drop",
+    session: Annotated[
+        Path | None,
+        commands.option("--session", help="File of the conversation: continued if it exists, written at the end."),
+    ] = None,
     markdown: Annotated[bool, commands.option(help="Render markdown and wrap words on a terminal.")] = True,
     as_json: Annotated[bool, commands.option("--json", help="Print each answer as a line of JSON.")] = False,
     verbose: options.Verbose = False,
@@ -58,7 +65,25 @@ def chat(
     params = llm.default_params(**{"max_tokens": ANSWER_TOKENS, **sampling.explicit()})
     conversation = Conversation(llm, params, system, context_policy)
     conversation.check()
-    converse(conversation, markdown, as_json)
+    if session is None:
+        converse(conversation, markdown, as_json)
+        return
+    resume(conversation, session)
+    try:
+        converse(conversation, markdown, as_json)
+    finally:
+        commands.echo(conversation.save(str(session), with_blocks=True), err=True)
+
+
+def resume(conversation: Conversation, session: Path) -> None:
+    """Continue the conversation of a file, if there is one."""
+    from bifolio.errors import ConfigError
+
+    if not session.expanduser().exists():
+        return
+    if conversation.system is not None:
+        raise ConfigError("--system is for a new conversation, and the file of --session exists: leave one of them out")
+    commands.echo(conversation.load_session(str(session)), err=True)
 
 
 def converse(conversation: Conversation, markdown: bool = True, as_json: bool = False) -> None:

@@ -20,8 +20,8 @@ COMMANDS = {
     "/system TEXT": "set the system prompt and start over; without TEXT: show it",
     "/regenerate": "answer the last message again",
     "/branch NAME": "go on in a copy of the conversation, or back to one; without NAME: list them",
-    "/save FILE": "write the conversation as JSON",
-    "/load FILE": "read a conversation",
+    "/save FILE": "write the conversation: FILE.json as text, FILE.session with its part of the cache",
+    "/load FILE": "read a conversation of either kind",
     "/reset": "forget the conversation; the system prompt stays",
     "/bye": "leave (also /quit, /exit, Ctrl-D)",
 }

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bifolio.errors import BifolioError, ConfigError, RequestError
+from bifolio.engine.memory import show_bytes
+from bifolio.errors import BifolioError, ConfigError, RequestError, SnapshotError
 from bifolio.text.loops import LoopWatch
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ ROOM = 256  # tokens of context that a turn leaves for its answer, at most a qua
 SUMMARY_TOKENS = 160
 SUMMARY_REQUEST = "Summarise our conversation so far in at most 80 words."
 SUMMARY_TITLE = "Summary of the earlier conversation:"
+SESSION_SUFFIX = ".session"  # of files with blocks
 Messages = list[dict[str, str]]
 
 
@@ -201,9 +203,12 @@ class Conversation:
             self.notes.append(f"[the answer was cut after {len(sequence.output_token_ids)} tokens: {limit}]")
 
     # -- files and branches ------------------------------------------------------------------------------------------
-    def save(self, path: str) -> str:
+    def save(self, path: str, with_blocks: bool = False) -> str:
+        """Write the messages as JSON; to a name that ends in `.session`, or if asked for, with their blocks."""
         if not path:
             return "say where: /save conversation.json"
+        if with_blocks or path.endswith(SESSION_SUFFIX):
+            return self._save_session(path)
         try:
             Path(path).expanduser().write_text(
                 json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
@@ -213,10 +218,16 @@ class Conversation:
         return f"{len(self.messages)} messages written to {path}"
 
     def load(self, path: str) -> str:
+        from bifolio.engine.tiers.snapshots import is_snapshot
         from bifolio.text.chat_template import check_messages
 
         if not path:
             return "say which: /load conversation.json"
+        if is_snapshot(Path(path).expanduser()):
+            try:
+                return self.load_session(path)
+            except BifolioError as error:
+                return str(error)
         try:
             record: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
             messages = record["messages"] if isinstance(record, dict) else record
@@ -229,6 +240,41 @@ class Conversation:
         self.reset(system)
         self.messages = [dict(message) for message in messages]
         return f"{len(messages)} messages read from {path}"
+
+    def _save_session(self, path: str) -> str:
+        if not any(message["role"] == "assistant" for message in self.messages):
+            return "there is no answer to save yet"
+        context = self._context(self.messages, self._num_dropped, self._summary)
+        tokens = self.llm.chat_tokens(context.messages, add_generation_prompt=False)
+        notes = {"messages": self.messages, "num_dropped": self._num_dropped, "summary": self._summary}
+        try:
+            size = self.llm.save(tokens, path, notes=notes)
+        except BifolioError as error:
+            return str(error)
+        return f"{len(self.messages)} messages written to {path}, {show_bytes(size)} with their part of the cache"
+
+    def load_session(self, path: str) -> str:
+        """Continue a saved conversation; one of another model or arithmetic is computed again at the next turn."""
+        from bifolio.engine.tiers.snapshots import read_snapshot, restore
+        from bifolio.text.chat_template import check_messages
+
+        snapshot = read_snapshot(Path(path).expanduser())
+        messages: Any = snapshot.notes.get("messages")
+        num_dropped: Any = snapshot.notes.get("num_dropped")
+        summary: Any = snapshot.notes.get("summary")
+        is_whole = isinstance(messages, list) and type(num_dropped) is int and isinstance(summary, str | None)
+        if not is_whole or not messages or not 0 <= num_dropped <= len(messages):
+            raise SnapshotError(f"{path} is a snapshot without a conversation: load it with LLM.load")
+        check_messages(messages)
+        try:
+            count = self.llm.with_engine(lambda: restore(self.llm.engine, snapshot))
+            note = f"{count} of {len(snapshot.token_ids)} tokens from the file"
+        except SnapshotError as error:
+            note = f"computed again, since {error.args[0].partition(':')[0]}"
+        self.reset(messages[0]["content"] if messages[0]["role"] == "system" else None)
+        self.messages = [dict(message) for message in messages]
+        self._num_dropped, self._summary = num_dropped, summary
+        return f"{len(messages)} messages read from {path}, {note}"
 
     def branch(self, name: str) -> str:
         """Switch to a branch; a new name begins a copy of this conversation. Their common beginning shares blocks."""

@@ -10,15 +10,25 @@ from typing import Annotated
 
 from bifolio.cli import commands, options
 
-HELP = """Measure the perplexity of a model on a text file.
+HELP = """Measure the perplexity of a model on a text file, or its score on a task.
 
 The text is cut into windows that do not overlap; every token but the first of a window is predicted from the
-tokens before it in the window. Lower is better: exp of the mean loss per token."""
+tokens before it in the window. Lower is better: exp of the mean loss per token.
+
+A task is a file of JSON lines with a prompt and the right answer, or choices. Its certificate holds the digests of
+task, model and arithmetic and the hash of every answer: it is the same for every batch size, order and cache.
+`bifolio eval compare A B` pairs two certificates of one task, item by item."""
 EPILOG = """Examples:
 
   bifolio eval story.txt
 
-  bifolio eval wiki.txt.xz --model ./SmolLM2-135M --window 2048 --json"""
+  bifolio eval wiki.txt.xz --model ./SmolLM2-135M --window 2048 --json
+
+  bifolio eval --task sums.jsonl --model smol.gguf --certificate smol.json
+
+  bifolio eval --task sums.jsonl --model smol.gguf --verify smol.json
+
+  bifolio eval compare smol.json smol-q4.json"""
 
 
 def register(app: commands.App) -> None:
@@ -27,7 +37,9 @@ def register(app: commands.App) -> None:
 
 def evaluate(
     numerics: options.Numerics,
-    text: Annotated[Path, commands.argument(help="A text file, plain or .xz.")],
+    text: Annotated[Path | None, commands.argument(help="A text file, plain or .xz; or the word compare.")] = None,
+    first: Annotated[Path | None, commands.argument(help="After compare: a certificate.")] = None,
+    second: Annotated[Path | None, commands.argument(help="After compare: a certificate of the same task.")] = None,
     model: options.Model = None,
     window: Annotated[
         int | None, commands.option("--window", help="Length of a window in tokens; default: 512.")
@@ -35,7 +47,84 @@ def evaluate(
     max_tokens: Annotated[
         int | None, commands.option("--max-tokens", "-n", help="Number of tokens to score; default: all.")
     ] = None,
+    task: Annotated[
+        Path | None, commands.option("--task", help="A file of JSON lines: prompt and answer, or choices.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, commands.option("--certificate", help="Write the certificate of the task to this file.")
+    ] = None,
+    verify: Annotated[
+        Path | None, commands.option("--verify", help="A certificate of the task, which this run must repeat.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, commands.option("--max-num-seqs", help="Sequences of a task that run together; default: 16.", min=1)
+    ] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    if text == Path("compare") and first is not None and second is not None:
+        return _compare(first, second, as_json)
+    if first is not None or second is not None or (text is None) == (task is None):
+        raise commands.BadParameter("pass a text file, --task FILE, or compare and two certificates")
+    if text is None or task is not None:
+        if window is not None or max_tokens is not None:
+            raise commands.BadParameter("--window and --max-tokens belong to a text file: leave them out")
+        return _evaluate_task(numerics, model, task or Path(), (certificate, verify), max_num_seqs, as_json)
+    if certificate is not None or verify is not None or max_num_seqs is not None:
+        raise commands.BadParameter("--certificate, --verify and --max-num-seqs belong to --task: leave them out")
+    return _perplexity(numerics, text, model, window, max_tokens, as_json)
+
+
+def _evaluate_task(
+    numerics: options.Numerics,
+    model: str | None,
+    task: Path,
+    files: tuple[Path | None, Path | None],  # to write a certificate to, and to compare with
+    max_num_seqs: int | None,
+    as_json: bool,
+) -> None:
+    from bifolio.api.llm import LLM
+    from bifolio.measure.evaluation import evaluate, read_certificate, read_task, verify
+
+    items, expected = read_task(task), None if files[1] is None else read_certificate(files[1])
+    with LLM(model, max_num_seqs=max_num_seqs, **numerics.for_llm()) as llm:
+        found = evaluate(llm, items, task.name)
+    if expected is not None:
+        verify(found, expected)
+    if files[0] is not None:
+        files[0].write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        commands.echo(json.dumps({key: value for key, value in found.items() if key != "items"}))
+        return
+    score = found["score"]
+    commands.echo(f"{score['correct']} of {len(items)} are right ({score['accuracy']:.1%})")
+    commands.echo(f"certificate {found['digest']}" + ("" if expected is None else ": verified"))
+
+
+def _compare(first: Path, second: Path, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from bifolio.measure.evaluation import compare, read_certificate
+
+    one, other = read_certificate(first), read_certificate(second)
+    found = compare(one, other)
+    if as_json:
+        commands.echo(json.dumps(asdict(found)))
+        return
+    names = [f"{each['model']['name']} ({each['score']['accuracy']:.1%})" for each in (one, other)]
+    commands.echo(f"{names[0]} and {names[1]}, {one['task']['items']} items of {one['task']['name']}")
+    commands.echo(f"both right {found.both}, both wrong {found.neither}, another answer in {len(found.changed)}")
+    commands.echo(f"right in the first alone {len(found.lost)}: {' '.join(found.lost)}".rstrip(": "))
+    commands.echo(f"right in the second alone {len(found.won)}: {' '.join(found.won)}".rstrip(": "))
+    commands.echo(f"p = {found.p_value:.3g} (exact test of McNemar)")
+
+
+def _perplexity(
+    numerics: options.Numerics,
+    text: Path,
+    model: str | None,
+    window: int | None,
+    max_tokens: int | None,
+    as_json: bool,
 ) -> None:
     from bifolio.api.llm import LLM
     from bifolio.cli.progress import steps_bar

@@ -12,8 +12,8 @@ from bifolio.cli import commands
 HEADINGS = {
     "use": ("run", "generate", "chat", "serve"),
     "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "merge", "imatrix", "train"),
-    "measure": ("eval", "bench", "profile", "soak"),
-    "operate": ("doctor", "completion", "engine", "cluster"),
+    "measure": ("eval", "replay", "bench", "profile", "soak"),
+    "operate": ("ps", "doctor", "completion", "engine", "cluster"),
 }
 VERBS = tuple(verb for verbs in HEADINGS.values() for verb in verbs)
 ALIASES = {"list": "models"}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from bifolio.cli import commands, options
+from bifolio.cli.serve_several import SeveralOptions
 
 if TYPE_CHECKING:
     from bifolio.api.messages import KvEventSettings
@@ -22,7 +23,9 @@ EPILOG = """Examples:
 
   bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt
 
-  bifolio serve -m ./model --lora-modules poems=./adapter-of-poems"""
+  bifolio serve -m ./model --lora-modules poems=./adapter-of-poems
+
+  bifolio serve -m smollm2 -m ./qwen.gguf --models-memory 8GB --keep smollm2"""
 
 
 def register(app: commands.App) -> None:
@@ -271,7 +274,13 @@ def serve(
     server: ServerOptions,
     engine: options.BatchEngine,
     adapters: options.Adapters,
-    model: options.Model = None,
+    several: SeveralOptions,
+    models: Annotated[
+        list[str] | None,
+        commands.option(
+            "--model", "-m", help="A model folder, a .gguf file, or a model's name; repeatable: several models."
+        ),
+    ] = None,
 ) -> None:
     import asyncio
     import os
@@ -287,13 +296,16 @@ def serve(
         from bifolio.serve.views.logs import LEVELS, configure_logging
     except ImportError as error:
         raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
-    modules = adapters.for_llm()["lora_modules"]
+    modules, model = adapters.for_llm()["lora_modules"], models[0] if models else None
     if (own_name := public_name(model, server.name)) in modules:
         raise ConfigError(f"--lora-modules names {own_name!r}, the name of the model: choose another")
     if server.log_level not in LEVELS:
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
+    wanted = several.settings(models or [], server, engine)
+    if wanted is not None and adapters != options.Adapters():
+        raise ConfigError("adapters (--lora-modules and the like) are served beside one model: pass one --model")
     if server.replicas > 1 or server.prefill_replicas:
         serve_replicas(server, engine, adapters, model)
         return
@@ -301,7 +313,12 @@ def serve(
     if engine_options["speculative"] is not None:
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
-        runner.run(run_server(server.settings(), engine_options))
+        if wanted is None:
+            runner.run(run_server(server.settings(), engine_options))
+        else:
+            from bifolio.serve.several.server import serve_several
+
+            runner.run(serve_several(server.settings(), wanted, engine_options))
 
 
 def serve_replicas(

@@ -224,6 +224,14 @@ class ReplicaEngine:
             self._conversations.drop(name)
         return m.Recalled("", entry.request_id, entry.body)
 
+    async def branch(self, call: m.BranchCall) -> m.BranchReply:
+        """Refuse: the blocks of a branch are in one engine, and replicas are chosen for each request."""
+        raise EngineFaultError(
+            FaultKind.INVALID_REQUEST,
+            "branches live in one engine and this server has several: send the whole prompt, whose cached prefix is "
+            "found, or use a server with one engine",
+        )
+
     def fail_all(self, error: Exception) -> None:
         for stream in set(self._streams.values()):
             stream.fail(error)

@@ -73,6 +73,8 @@ class MoeConfig:
     expert_bias: bool = False
     shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
     shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
+    scales_inputs: bool = False  # the weight of a token's one expert multiplies its input, not its output (Llama 4)
+    band: float = 0.0  # sparse mixing (`kernels.interface.Router`); 0: off
     beside_mlp: bool = False  # experts are added to the MLP, each with norms of its own; experts have factors (Gemma 4)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,8 @@ class MoeConfig:
                 raise ConfigError(f"the model's {name} must be between 1 and {EXPERT_LIMITS[name]}, not {value!r}")
         if not 0 <= self.shared_size <= EXPERT_LIMITS["expert_size"]:
             raise ConfigError(f"the width of the shared experts must not be {self.shared_size}")
+        if self.scales_inputs and self.top_k != 1:
+            raise ConfigError(f"weights multiply the inputs of one expert of a token, not of {self.top_k}")
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ConfigError(
                 f"{self.top_groups} of {self.num_groups} groups cannot be chosen among {self.num_experts} experts"

@@ -104,7 +104,7 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_clamped", "xielu"] = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -113,12 +113,15 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm on each query and key head before rope
     qk_norm_all_heads: bool = False  # one norm over all heads of a token instead of each head (OLMo 2)
     qk_norm_after_rope: bool = False
+    qk_norm_rotated: bool = False  # norms of heads have no weights, and layers without rope have none (Llama 4)
     pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on the outputs of attention and MLP, before the residual addition (Gemma)
     parallel_block: bool = False  # attention and MLP read the same norm; both are added to the residual stream
     parallel_norms: bool = False  # the MLP of a parallel block reads a norm of its own (GPT-NeoX)
     tie_embeddings: bool = False
+    embedding_norm: bool = False  # of the embeddings, before the first layer
     learned_positions: bool = False
+    alibi: float = 0.0  # scores fall with the distance; the slopes of heads go down to 2 ** -alibi; 0: off
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
     layers: tuple[LayerConfig, ...] = ()  # one for each layer; empty: all are usual
@@ -130,6 +133,8 @@ class ModelConfig:
     attention_softcap: float = 0.0  # of attention scores; 0: off
     attention_temperature: float = 0.0  # growth of queries with the log of their position; 0: off
     temperature_period: int = 1  # positions after which a query grows again
+    temperature_unrotated: bool = False  # only in layers without rope, whose positions count from 1 (Llama 4)
+    window_in_chunks: bool = False  # a window begins at the last multiple of its size
     logit_scale: float = 1.0  # factor of the logits
     logit_softcap: float = 0.0  # 0: off
     moe: MoeConfig | None = None
@@ -170,7 +175,7 @@ class ModelConfig:
             self.mla.rope_size + self.mla.latent_size,
         ):
             raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
-        if self.recurrent is None and not self.learned_positions and not self.ropes:
+        if self.recurrent is None and not (self.learned_positions or self.ropes or self.alibi):
             raise ConfigError("a model without learned positions needs a rope configuration")
         self._check_layers()
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
@@ -204,8 +209,8 @@ class ModelConfig:
             )
             if not same or self.layers[source].kv_source is not None:
                 raise ConfigError(f"layer {index} cannot read the keys and values of layer {source}")
-        if not self.attention_layers:
-            raise ConfigError("models without any attention layer are not supported")
+        if not self.attention_layers and not self.recurrent_layers:
+            raise ConfigError("models without any attention or recurrent layer are not supported")
         if (self.recurrent is not None) != bool(self.recurrent_layers):
             raise ConfigError("a model with a recurrent configuration has no recurrent layer, or the reverse")
 

@@ -17,7 +17,7 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     norms = sum(layer.attention or layer.recurrent for layer in config.layers) + len(with_mlp)
     norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * (not config.has_mlp_norm) + 1
     total = config.vocab_size * (d * (1 if config.tie_embeddings else 2) + config.head_bias)
-    total += config.max_position * d * config.learned_positions + per_norm * norms
+    total += config.max_position * d * config.learned_positions + per_norm * (norms + config.embedding_norm)
     total += sum(_attention(config, layer) for layer in config.attention_layers)
     total += 0 if own is None else len(config.recurrent_layers) * own.count_parameters(d)
     for layer in with_mlp:
@@ -39,7 +39,7 @@ def _attention(config: ModelConfig, layer: int) -> int:
     qk_width = query + kv if config.qk_norm_all_heads else dim * (2 if writes else 1)
     total = d * projected + query * d + projected * config.qkv_bias + d * config.output_bias
     total += (d + config.gate_bias) * config.gate_size(layer)
-    return total + qk_width * config.qk_norm + config.num_heads * config.sinks
+    return total + qk_width * (config.qk_norm and not config.qk_norm_rotated) + config.num_heads * config.sinks
 
 
 def _latent(config: ModelConfig, mla: LatentConfig) -> int:
@@ -51,7 +51,8 @@ def _latent(config: ModelConfig, mla: LatentConfig) -> int:
 
 def _mlp(config: ModelConfig, layer: int) -> int:
     d, ffn, num_up = config.hidden_size, config.mlp_size(layer), 2 if config.gated_mlp else 1
-    return d * ffn * (num_up + 1) + (ffn * num_up + d) * config.mlp_bias
+    coefficients = 2 if config.activation == "xielu" else 0
+    return d * ffn * (num_up + 1) + (ffn * num_up + d) * config.mlp_bias + coefficients
 
 
 def _experts(config: ModelConfig, moe: MoeConfig, num_experts: int) -> int:

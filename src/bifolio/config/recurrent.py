@@ -23,7 +23,7 @@ RECURRENT_LIMITS = {
 class RecurrentConfig:
     """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
 
-    kind: Literal["conv", "delta", "mamba"]
+    kind: Literal["conv", "delta", "mamba", "selective"]
     width: int  # taps of the convolution
     channels: int
     heads: int = 0
@@ -37,12 +37,16 @@ class RecurrentConfig:
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     tiled: bool = False  # order of the heads: `kernels.interface.Recurrence`
+    step_rank: int = 0  # selective: of the projection of dt
+    step_norms: Literal["none", "plain", "weighted"] = "none"  # selective: RMS norms of dt, b and c
+    step_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for name, limit in RECURRENT_LIMITS.items():
             value = getattr(self, name)
             least = 0 if self.kind == "conv" and name not in ("width", "channels", "norm_groups") else 1
             least = 2 if name == "width" else least
+            limit = RECURRENT_LIMITS["channels"] if self.kind == "selective" and name == "value_size" else limit
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= limit:
                 raise ConfigError(
                     f"the {name} of the recurrent layers must be between {least} and {limit}, not {value!r}"
@@ -50,7 +54,10 @@ class RecurrentConfig:
         if self.kind != "conv":
             if self.heads % self.groups:
                 raise ConfigError(f"{self.heads} recurrent heads cannot share {self.groups} groups of keys evenly")
-            if self.channels != self.inner_size + 2 * self.groups * self.key_size:
+            if self.kind == "selective":
+                if self.step_rank < 1 or (self.heads, self.value_size) != (1, self.channels):
+                    raise ConfigError("selective recurrent layers have one head of all channels and a rank of steps")
+            elif self.channels != self.inner_size + 2 * self.groups * self.key_size:
                 raise ConfigError(f"the convolution of the recurrent layers must not have {self.channels} channels")
             if self.inner_size % self.norm_groups:
                 raise ConfigError(f"{self.inner_size} outputs cannot be normed in {self.norm_groups} groups")
@@ -68,6 +75,8 @@ class RecurrentConfig:
         inner, keys, heads = self.inner_size, self.groups * self.key_size, self.heads
         if self.kind == "conv":
             return (inner, inner, inner)
+        if self.kind == "selective":
+            return (inner, inner)
         if self.kind == "delta":
             return (keys, keys, inner, inner, heads, heads)
         return (inner, inner, keys, keys, heads)
@@ -75,17 +84,21 @@ class RecurrentConfig:
     @property
     def norm_size(self) -> int:
         """Weights of the gated norm; 0: none."""
-        if not self.has_norm or self.kind == "conv":
+        if not self.has_norm or self.kind in ("conv", "selective"):
             return 0
         return self.value_size if self.kind == "delta" else self.inner_size
 
     @property
     def vectors(self) -> int:
         """Learned values of each head beside the matrices: decay, bias, and the skip of Mamba."""
-        return {"conv": 0, "delta": 2, "mamba": 3}[self.kind]
+        return {"conv": 0, "delta": 2, "mamba": 3, "selective": 0}[self.kind]
 
     def count_parameters(self, hidden_size: int) -> int:
         """Parameters of one recurrent layer, without the norm in front of it."""
         rows = sum(self.input_sizes)
         matrices = hidden_size * (rows + self.inner_size) + (rows + hidden_size) * self.projection_bias
+        if self.kind == "selective":
+            parameters = self.step_rank + 2 * self.key_size
+            matrices += self.channels * (parameters + self.step_rank + self.key_size + 2)  # steps, decay, bias and skip
+            matrices += parameters * (self.step_norms == "weighted")
         return matrices + self.channels * (self.width + self.conv_bias) + self.heads * self.vectors + self.norm_size

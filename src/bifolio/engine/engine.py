@@ -189,9 +189,8 @@ class InferenceEngine:
         """Read and process the tokens of the oldest launched step."""
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
-        if self.tiers is not None and ticket.plan.prefills:
-            num_tokens = sum(item.num_new for item in ticket.plan.prefills)
-            self.tiers.costs.computed(num_tokens, time.perf_counter() - ticket.started)
+        if self.tiers is not None:
+            self.tiers.collected(ticket.plan, ticket.started)
         if self.speculator is not None:
             self.speculator.collected(ticket.plan, ticket.started)
 
@@ -313,10 +312,14 @@ class InferenceEngine:
     def close(self) -> None:
         """End all requests, the processes of other ranks, and the tiers once all blocks are written."""
         self.abort_all()
-        if self.tiers is not None:
-            self.tiers.close()
+        self.close_tiers()
         if self.runner.peers is not None:
             self.runner.peers.close()
+
+    def close_tiers(self) -> None:
+        """Write the blocks that wait for the tiers."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def stats(self) -> EngineStats:
         self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)
@@ -395,6 +398,4 @@ class InferenceEngine:
                     del self.requests[result.request_id]
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
-            if self.tiers is not None:
-                self.tiers.forget()
         return results

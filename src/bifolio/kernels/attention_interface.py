@@ -38,6 +38,9 @@ class AttentionShape:
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
     temperature: float = 0.0  # queries at position p grow by 1 + temperature * log(1 + p // temperature_period)
     temperature_period: int = 1
+    temperature_start: int = 0  # added to the positions that the temperature counts
+    in_chunks: bool = False  # a query sees the positions from the last multiple of `window` on
+    slopes: Array | None = None  # f32[num_heads]  scores fall by slope * distance (ALiBi)
     sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
 
 

@@ -58,6 +58,7 @@ from bifolio.kernels.operations import (
     SWIGLU_SLOPE,
     Operations,
     Rotation,
+    XieluCoefficients,
 )
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
@@ -108,6 +109,7 @@ __all__ = [
     "Storage",
     "TimedOperation",
     "TokenScores",
+    "XieluCoefficients",
 ]
 
 

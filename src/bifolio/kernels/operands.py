@@ -69,6 +69,9 @@ class Router:
         weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`, times the
                  factor of each expert
 
+    Sparse mixing (Phi-3.5-MoE) chooses by the logits. The weight of each choice is its share in a softmax over the
+    experts that are not chosen yet and whose logits lie at most `band`, relative to their size, below its own.
+
     Top-k followed by a softmax over the chosen logits is softmax with `renormalise`.
     """
 
@@ -81,6 +84,7 @@ class Router:
     top_groups: int = 1
     group_best: int = 1  # the best scores of a group whose sum ranks it
     expert_scales: Array | None = None  # f32[experts]
+    band: float = 0.0  # sparse mixing in place of the above; 0: off
 
 
 class Routing(NamedTuple):
@@ -158,6 +162,7 @@ class Recurrence:
         conv   [b | c | x], each of `channels`           y = c * conv(b * x)
         delta  [q | k | v | z | beta | a]                q, k: G * K each; v, z: H * V each; beta, a: H each
         mamba  [z | x | b | c | dt]                      z, x: H * V each; b, c: G * K each; dt: H
+        selective  x, of `channels`                      y = silu(conv(x)); `KernelSet.scan` follows
 
     `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta), of
     x, b, c (mamba), in this order of channels; the latter two pass through silu. Then, for each head of a token, with a
@@ -171,7 +176,7 @@ class Recurrence:
                without a norm y * silu(z)
     """
 
-    kind: Literal["conv", "delta", "mamba"]
+    kind: Literal["conv", "delta", "mamba", "selective"]
     layer: int  # index among the recurrent layers: selects the states
     width: int  # taps of the convolution
     channels: int
@@ -181,9 +186,9 @@ class Recurrence:
     value_size: int = 0
     conv_weight: Array = None  # f32[channels, width]  the last tap multiplies the newest token
     conv_bias: Array | None = None  # f32[channels]
-    decay: Array | None = None  # f32[heads]  -exp(A_log)
+    decay: Array | None = None  # f32[heads]  -exp(A_log); selective: f32[key_size, channels]
     bias: Array | None = None  # f32[heads]  of a (delta) or dt (mamba)
-    skip: Array | None = None  # f32[heads]
+    skip: Array | None = None  # f32[heads]; selective: f32[channels]
     norm: Norm | None = None
     norm_first: bool = True
     norm_groups: int = 1
@@ -194,10 +199,12 @@ class Recurrence:
     @property
     def in_features(self) -> int:
         """Rows of the input projection."""
+        if self.kind == "selective":
+            return self.channels
         inner, keys = self.heads * self.value_size, self.groups * self.key_size
         sizes = {"conv": 3 * self.channels, "delta": 2 * (inner + keys + self.heads), "mamba": 2 * (inner + keys)}
         return sizes[self.kind] + (self.heads if self.kind == "mamba" else 0)
 
     @property
     def out_features(self) -> int:
-        return self.channels if self.kind == "conv" else self.heads * self.value_size
+        return self.channels if self.kind in ("conv", "selective") else self.heads * self.value_size

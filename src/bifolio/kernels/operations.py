@@ -17,6 +17,15 @@ SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation `swiglu_clamped`, w
 LEAST_MEAN_SQUARE = 1e-5  # of a stream that `match_streams` scales
 
 
+class XieluCoefficients(NamedTuple):
+    """The activation xIELU of one layer."""
+
+    positive: float
+    negative: float
+    linear: float
+    most: float
+
+
 class Rotation(NamedTuple):
     """Cosine and sine for the tokens of a batch, computed once per pass."""
 
@@ -99,7 +108,11 @@ class Operations(PagedAttentionKernel, Protocol):
         ...
 
     def act(self, x: Array, activation: str) -> Array:
-        """`silu`, `gelu_tanh`, `gelu`, `tanh`, or `relu2`, the square of max(x, 0)."""
+        """`silu`, `gelu_tanh`, `gelu`, `tanh`, `relu`, or `relu2`, the square of max(x, 0)."""
+        ...
+
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        """linear * x, plus positive * x^2 where x > 0, else plus negative * (exp(min(x, most)) - 1 - x)."""
         ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
@@ -118,6 +131,10 @@ class Operations(PagedAttentionKernel, Protocol):
         """The experts of each token, from logits f32[t, experts]."""
         ...
 
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        """[t, d] times the weight of the first choice of each token."""
+        ...
+
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         """The sum of the outputs of each token's experts, by weight, in the order of the choice: [t, d].
 
@@ -131,6 +148,15 @@ class Operations(PagedAttentionKernel, Protocol):
 
         Without a storage every segment's sequences start from the empty state and write none. If the set is
         deterministic, a sequence's results do not depend on the number of tokens in a pass, nor on other sequences.
+        """
+        ...
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        """The scan of a selective recurrence, behind its convolution (`recur`): [t, C] from rows [z | x | dt | b | c].
+
+        z, x, dt: one for each of C channels; b, c: K. With a state S of [K, C] in f32:
+
+            dt <- softplus(dt);  S <- exp(dt * decay) * S + b (dt * x)^T;  y = (c^T S + skip * x) * silu(z)
         """
         ...
 

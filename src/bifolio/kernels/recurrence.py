@@ -26,7 +26,7 @@ def states_of(batch: Batch) -> StateUse:
 def recur(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
     """[t, out_features]"""
     r, use = recurrence, states_of(batch)
-    step = {"conv": _conv_step, "delta": _delta_step, "mamba": _mamba_step}[r.kind]
+    step = {"conv": _conv_step, "delta": _delta_step, "mamba": _mamba_step, "selective": _selective_step}[r.kind]
     out = np.empty((x.shape[0], r.out_features), np.float32)
     for read, (start, end) in zip(use.reads, pairwise(use.starts), strict=True):
         window = np.zeros((r.width - 1, r.channels), np.float32)
@@ -37,14 +37,38 @@ def recur(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | Non
             out[token], window, state = step(x[token], window, state, r)
             if storage is not None and use.writes[token] >= 0:
                 storage.convolutions[r.layer][use.writes[token]] = window
-                storage.recurrent[r.layer][use.writes[token]] = state
+                if r.kind != "selective":  # `scan` writes its state
+                    storage.recurrent[r.layer][use.writes[token]] = state
     return out
+
+
+def scan(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+    """[t, channels]"""
+    r, use = recurrence, states_of(batch)
+    z, values, steps, b, c = np.split(x, np.cumsum([r.channels] * 3 + [r.key_size]), axis=-1)
+    steps, out = _softplus(steps), np.empty((x.shape[0], r.channels), np.float32)
+    for read, (start, end) in zip(use.reads, pairwise(use.starts), strict=True):
+        state = np.zeros((r.key_size, r.channels), np.float32)
+        if storage is not None and read > 0:
+            state = storage.recurrent[r.layer][read][0].copy()
+        for token in range(start, end):
+            change = b[token][:, None] * (steps[token] * values[token])
+            state = state * np.exp(steps[token] * r.decay) + change
+            out[token] = (c[token][:, None] * state).sum(axis=0)
+            if storage is not None and use.writes[token] >= 0:
+                storage.recurrent[r.layer][use.writes[token]] = state[None]
+    return (out + r.skip * values) * _silu(z)
 
 
 def _conv_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:
     b, c, x = np.split(row, 3)
     y, window = _convolve(b * x, window, r)
     return c * y, window, state
+
+
+def _selective_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:
+    y, window = _convolve(row, window, r)
+    return _silu(y), window, state
 
 
 def _delta_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:

@@ -15,6 +15,7 @@ import numpy as np
 from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
 from bifolio.kernels.host_arrays import HostArrays
+from bifolio.kernels.host_math import erf, mix_sparsely
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
@@ -39,8 +40,9 @@ from bifolio.kernels.interface import (
     Routing,
     StepProgram,
     Storage,
+    XieluCoefficients,
 )
-from bifolio.kernels.recurrence import recur
+from bifolio.kernels.recurrence import recur, scan
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
@@ -185,8 +187,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        constants = shape.scale, shape.window, shape.softcap, shape.sinks
-        return causal_attention(own.query, keys, values, *constants, causal=segment.causal)
+        return attend_heads(own.query, keys, values, shape, segment.causal)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -195,7 +196,7 @@ class ReferenceKernels(HostArrays):
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
+        return attend_heads(own.query, keys, values, shape)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         half = x.shape[-1] // 2
@@ -215,6 +216,8 @@ class ReferenceKernels(HostArrays):
         xp = array_namespace(x)
         if activation == "silu":
             return x * sigmoid(xp, x)
+        if activation == "relu":
+            return xp.clip(x, 0.0, None)
         if activation == "relu2":
             return xp.clip(x, 0.0, None) ** 2
         if activation == "tanh":
@@ -223,11 +226,21 @@ class ReferenceKernels(HostArrays):
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
 
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        xp, (positive, negative, linear, most) = array_namespace(x), coefficients
+        below = negative * (xp.expm1(xp.clip(x, None, most)) - x)
+        return linear * x + xp.where(x > 0, positive * x * x, below)
+
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        return x * routing.weights[:, :1]
+
     def gate(self, x: Array, logits: Array) -> Array:
         parts = x.reshape(*logits.shape, x.shape[-1] // logits.shape[-1])
         return (sigmoid(array_namespace(x), logits)[..., None] * parts).reshape(x.shape)
 
     def route(self, logits: Array, router: Router) -> Routing:
+        if router.band:
+            return mix_sparsely(logits.astype(np.float32), router)
         scores = logits.astype(np.float32)
         if router.scoring == "softmax":
             scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -265,6 +278,9 @@ class ReferenceKernels(HostArrays):
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(x, recurrence, batch, storage)
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return scan(x, recurrence, batch, storage)
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         xp, count, size = array_namespace(x), coefficients.shape[-1] // streams, x.shape[-1] // streams
@@ -327,11 +343,17 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
     """Queries [n, h, d] at the last n of `length` positions, multiplied by the temperature at their positions."""
     if not shape.temperature:
         return query
-    positions = np.arange(length - query.shape[0], length)
+    positions = np.arange(length - query.shape[0], length) + shape.temperature_start
     factors = 1 + shape.temperature * np.log(1 + positions // shape.temperature_period)
     xp = array_namespace(query)
     scaled = query * xp.asarray(factors.astype(np.float32))[:, None, None]
     return xp.astype(scaled, query.dtype)
+
+
+def attend_heads(query: Array, key: Array, value: Array, shape: AttentionShape, causal: bool = True) -> Array:
+    """`causal_attention` with the constants of a layer."""
+    constants = shape.scale, shape.window, shape.softcap, shape.sinks
+    return causal_attention(query, key, value, *constants, shape.in_chunks, shape.slopes, causal)
 
 
 def causal_attention(
@@ -342,6 +364,8 @@ def causal_attention(
     window: int | None,
     softcap: float = 0.0,
     sinks: Array | None = None,
+    in_chunks: bool = False,
+    slopes: Array | None = None,
     causal: bool = True,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
@@ -359,7 +383,11 @@ def causal_attention(
     scores = _as_float32(xp, (grouped * scale) @ keys)  # [kv, group, n, L]
     if softcap:
         scores = xp.tanh(scores / softcap) * softcap
-    mask = causal_mask(num_queries, length, window, causal)
+    if slopes is not None:
+        falls = np.minimum(np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None], 0)
+        steps = xp.asarray(falls.astype(np.float32))
+        scores = scores + xp.reshape(slopes, (kv_heads, heads // kv_heads, 1, 1)) * steps
+    mask = causal_mask(num_queries, length, window, in_chunks, causal)
     if not isinstance(query, np.ndarray):
         mask = xp.asarray(mask, device=query.device)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
@@ -373,30 +401,21 @@ def causal_attention(
     return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
 
 
-def causal_mask(num_queries: int, length: int, window: int | None, causal: bool = True) -> np.ndarray:
+def causal_mask(
+    num_queries: int, length: int, window: int | None, in_chunks: bool = False, causal: bool = True
+) -> np.ndarray:
     """bool[num_queries, length]: True where a query attends to a key."""
-    distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
+    positions, keys = np.arange(length - num_queries, length)[:, None], np.arange(length)[None, :]
+    distance = positions - keys
     visible = distance >= 0 if causal else np.ones(distance.shape, np.bool_)
+    if window is not None and in_chunks:
+        return visible & (keys >= positions - positions % window)
     return visible if window is None else visible & (distance < window)
 
 
 def sigmoid(xp: Any, x: Array) -> Array:
     """1 / (1 + exp(−x)) without overflow."""
     return 0.5 * (1.0 + xp.tanh(0.5 * x))
-
-
-def erf(xp: Any, x: Array) -> Array:
-    """The error function; numpy has none, so a Chebyshev fit of its complement (error < 1.2e-7)."""
-    if not isinstance(x, np.ndarray):
-        import torch
-
-        return torch.erf(x)
-    t = 1.0 / (1.0 + 0.5 * np.abs(x.astype(np.float64)))
-    coefficients = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806,
-                    0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)  # fmt: skip
-    polynomial = np.polyval(coefficients[::-1], t)
-    tail = t * np.exp(-(x.astype(np.float64) ** 2) + polynomial)
-    return np.where(x >= 0, 1.0 - tail, tail - 1.0).astype(x.dtype)
 
 
 def _held(weight: Any) -> Any:

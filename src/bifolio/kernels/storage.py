@@ -80,7 +80,7 @@ class CacheLayout:
         layers = config.cached_layers
         differ = any(layer.head_dim or layer.kv_heads for layer in config.layers)
         return cls(
-            len(layers),
+            len(layers) or 1,  # a model without attention has blocks that nothing reads: they name its prefixes
             num_blocks,
             block_size,
             config.num_kv_heads,

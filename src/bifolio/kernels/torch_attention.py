@@ -25,6 +25,7 @@ def scale_by_position(
         return query
     if positions is None:
         positions = _query_positions(segment, query.shape[0], query.device)
+    positions = positions + shape.temperature_start
     factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
     return (query * factors[:, None, None]).to(query.dtype)
 
@@ -55,13 +56,30 @@ def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal
     """Attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
-    mask = None if causal else torch.ones(length, length, dtype=torch.bool, device=query.device)
-    if shape.window is not None and shape.window < length:
-        distance = torch.arange(length, device=query.device)
-        distance = distance[:, None] - distance[None, :]
-        mask = distance < shape.window
-        mask = mask & (distance >= 0) if causal else mask
-    return _attend_masked(query, key, value, mask, shape)
+    mask = None
+    positions = torch.arange(length, device=query.device)[None]
+    if not causal or shape.slopes is not None or (shape.window is not None and shape.window < length):
+        mask = _visible(positions, positions[0], shape, causal)
+    return _attend_masked(query, key, value, mask, shape, _biases(positions, positions[0], shape))
+
+
+def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape, causal: bool) -> torch.Tensor:
+    """bool[s, 1, n, L]: the keys that queries at [s, n] see."""
+    distance = positions[:, None, :, None] - keys
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if shape.window is None:
+        return visible
+    if shape.in_chunks:
+        return visible & (keys >= (positions - positions % shape.window)[:, None, :, None])
+    return visible & (distance < shape.window)
+
+
+def _biases(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:
+    """Linear biases of scores; None: none."""
+    if shape.slopes is None:
+        return None
+    slopes = torch.as_tensor(shape.slopes, device=keys.device).float().view(1, -1, 1, 1)
+    return slopes * (keys - positions[:, None, :, None]).clamp(max=0)
 
 
 def _attend_masked(
@@ -70,9 +88,10 @@ def _attend_masked(
     value: torch.Tensor,
     mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
     shape: AttentionShape,
+    biases: torch.Tensor | None = None,  # of scores, [s, heads, n, L]
 ) -> torch.Tensor:
     """[s * n, heads * dim]"""
-    if not shape.softcap and shape.sinks is None:
+    if not shape.softcap and shape.sinks is None and biases is None:
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -90,6 +109,7 @@ def _attend_masked(
     scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
     if shape.softcap:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores if biases is None else scores + biases
     scores = scores.masked_fill(~mask, float("-inf"))
     if shape.sinks is not None:  # a column without a value
         columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -140,8 +160,8 @@ def _attend_paged(
 
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
-    distance = positions[:, :, None] - slots[None, None, :]
-    visible = distance >= 0 if segment.causal else (slots < lens[:, None])[:, None, :].expand_as(distance)
-    visible = visible if shape.window is None else visible & (distance < shape.window)
+    visible, biases = _visible(positions, slots, shape, segment.causal), _biases(positions, slots, shape)
+    if not segment.causal:
+        visible = visible & (slots < lens[:, None])[:, None, None, :]
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
-    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)
+    return _attend_masked(queries.transpose(1, 2), keys, values, visible, shape, biases)

@@ -42,6 +42,28 @@ def recur(x: torch.Tensor, recurrence: Recurrence, batch: Batch, storage: Storag
     return torch.cat(parts) if parts else x.new_zeros((0, recurrence.out_features))
 
 
+def scan(x: torch.Tensor, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> torch.Tensor:
+    """The scan of a selective recurrence: [t, channels]."""
+    r, use = recurrence, states_of(batch)
+    starts, reads, writes = (_host(part) for part in (use.starts, use.reads, use.writes))
+    sizes = [r.channels] * 3 + [r.key_size] * 2
+    z, values, steps, b, c = torch.split(x.float(), sizes, dim=-1)
+    steps, (decay, _), skip, outputs = F.softplus(steps), _given(r), _skip(r), []
+    for i, (start, end) in enumerate(pairwise(starts.tolist())):
+        state = values.new_zeros(r.key_size, r.channels)
+        if storage is not None and reads[i] > 0:
+            state = storage.recurrent[r.layer][int(reads[i])][0]
+        for token in range(start, end):
+            change = b[token][:, None] * (steps[token] * values[token])
+            state = state * torch.exp(steps[token] * decay) + change
+            outputs.append((c[token][:, None] * state).sum(dim=0))
+            if storage is not None and writes[token] >= 0:
+                storage.recurrent[r.layer][int(writes[token])] = state[None].detach()
+    y = torch.stack(outputs) if outputs else values
+    result: torch.Tensor = ((y + skip * values) * F.silu(z)).to(x.dtype)
+    return result
+
+
 def _recur_equal(
     x: torch.Tensor, r: Recurrence, reads: np.ndarray, writes: np.ndarray, storage: Storage | None
 ) -> torch.Tensor:
@@ -58,6 +80,9 @@ def _recur_equal(
         b, c, inputs = rows.chunk(3, dim=-1)
         inputs = torch.cat([window, b * inputs], dim=1)
         y, states = c * _convolve(inputs, r), [state] * rows.shape[1]
+    elif r.kind == "selective":
+        inputs = torch.cat([window, rows], dim=1)
+        y, states = F.silu(_convolve(inputs, r)), []
     elif r.kind == "delta":
         mixed, z, beta, a = rows.split((2 * keys + inner, inner, r.heads, r.heads), dim=-1)
         inputs = torch.cat([window, mixed], dim=1)
@@ -117,6 +142,10 @@ def _given(r: Recurrence) -> tuple[Array, Array]:
     return r.decay, r.bias
 
 
+def _skip(r: Recurrence) -> Array:
+    return r.skip
+
+
 def _convolve(inputs: torch.Tensor, r: Recurrence) -> torch.Tensor:
     """[s, n, channels] from the inputs [s, width - 1 + n, channels]."""
     taps = r.conv_weight.unbind(dim=1)
@@ -133,7 +162,8 @@ def _write_states(
     for i, token in np.argwhere(writes >= 0).tolist():
         target = int(writes[i, token])
         storage.convolutions[r.layer][target] = inputs[i, token + 1 : token + r.width].detach()
-        storage.recurrent[r.layer][target] = states[token][i].detach()
+        if states:  # `scan` writes those of a selective recurrence
+            storage.recurrent[r.layer][target] = states[token][i].detach()
 
 
 def _gated_norm(y: torch.Tensor, gate: torch.Tensor, r: Recurrence) -> torch.Tensor:

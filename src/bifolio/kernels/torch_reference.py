@@ -38,11 +38,13 @@ from bifolio.kernels.interface import (
     Routing,
     StepProgram,
     Storage,
+    XieluCoefficients,
 )
 from bifolio.kernels.torch_adapters import DOWN, UP, adapted, of_expert, on_torch
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_attention import are_equally_long, attend_cached, attend_equal, rotate, scale_by_position
-from bifolio.kernels.torch_recurrence import prepare_vectors, recur
+from bifolio.kernels.torch_recurrence import prepare_vectors, recur, scan
+from bifolio.kernels.torch_routing import mix_sparsely
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
@@ -189,11 +191,21 @@ class TorchKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         if activation == "silu":
             return F.silu(x)
+        if activation == "relu":
+            return F.relu(x)
         if activation == "relu2":
             return F.relu(x).square()
         if activation == "tanh":
             return torch.tanh(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        values, (positive, negative, linear, most) = x.float(), coefficients
+        below = negative * (torch.expm1(values.clamp(max=most)) - values)
+        return (linear * values + torch.where(values > 0, positive * values.square(), below)).to(x.dtype)
+
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        return (x * routing.weights[:, :1]).to(x.dtype)
 
     def gate(self, x: Array, logits: Array) -> Array:
         parts = x.reshape(*logits.shape, x.shape[-1] // logits.shape[-1])
@@ -202,6 +214,8 @@ class TorchKernels(TorchArrays):
     def route(self, logits: Array, router: Router) -> Routing:
         """Of equal scores the first is chosen: the sort is stable."""
         logits = logits.float()
+        if router.band:
+            return mix_sparsely(logits, router)
         scores = torch.softmax(logits, dim=-1) if router.scoring == "softmax" else torch.sigmoid(logits)
         ranked = scores if router.bias is None else scores + router.bias
         if router.top_groups < router.num_groups:
@@ -234,6 +248,9 @@ class TorchKernels(TorchArrays):
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(x, recurrence, batch, storage)
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return scan(x, recurrence, batch, storage)
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         factors = coefficients.unflatten(-1, (-1, streams)).to(x.dtype)

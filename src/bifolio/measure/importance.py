@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bifolio.api.llm import LLM
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import Array, KernelSet, Linear
-from bifolio.measure.operation_hook import hooked
+from bifolio.kernels.operation_hook import hooked
 from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights

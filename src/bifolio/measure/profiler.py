@@ -18,8 +18,8 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.memory import default_threads
 from bifolio.kernels.interface import Array, Batch, KernelSet, StepProgram
+from bifolio.kernels.operation_hook import hooked
 from bifolio.measure.machine import READ_BYTES, MachineLimits, measure_limits
-from bifolio.measure.operation_hook import hooked
 from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
 from bifolio.measure.work import PartTotals, PassWork, Totals, products_of
 from bifolio.model.loaded import LoadedModel

@@ -8,7 +8,9 @@ from typing import Any
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.description import Reading, Writing
 from bifolio.model.fields import REQUIRED, Field, Form, Key
+from bifolio.model.window_fields import named_kinds
 
+MLP_TYPES = "mlp_layer_types"
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # scores of experts
 
 
@@ -95,6 +97,17 @@ def leading(key: str, default: int = 0) -> Form:
     return Form(lambda v: first_layers(v, v.json.count(key, default, least=0)), lambda v: {key: leading_dense(v)})
 
 
+def dense_by_type(default: int) -> Form:
+    """The kinds of MLPs of all layers, or a number of layers with plain MLPs, in config.json."""
+
+    def read(values: Reading) -> tuple[bool, ...]:
+        if values.json.get(MLP_TYPES) is None:
+            return first_layers(values, values.json.count("first_k_dense_replace", default, least=0))
+        return tuple(kind == "dense" for kind in named_kinds(values, MLP_TYPES))
+
+    return Form(read, lambda v: {MLP_TYPES: ["dense" if plain else "sparse" for plain in v["layers.dense"]]})
+
+
 def of_expert_size(key: str, default: int | None = 0) -> Form:
     """The width of the shared MLP as a number of experts, in config.json."""
     return Form(
@@ -148,6 +161,7 @@ EXPERTS = (
 ADD_UP = Field("moe.renormalise", hf=None, gguf=ADDS_UP, default=True)
 WIDE = Field("moe.expert_size", hf=Key("intermediate_size", reader=lambda v: v["intermediate_size"]))
 NO_EXPERTS = Field("moe.num_experts", hf=None, default=0)  # in folders
+OWN_EXPERTS = Field("moe.num_experts", hf=("num_experts", "num_local_experts", "n_routed_experts"))
 LOCAL_EXPERTS = Field("moe.num_experts", hf=("num_local_experts", "num_experts", "n_routed_experts"))
 
 # Experts that are chosen by sigmoids and a bias, as in DeepSeek-V3; two experts rank a group.

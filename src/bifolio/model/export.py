@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.latent_names import LatentNames
 from bifolio.model.recurrent_tensors import RecurrentNames
+from bifolio.model.selective_tensors import selective_parts
 from bifolio.model.stream_tensors import (
     Part,
     gated_input_parts,
@@ -20,7 +22,7 @@ from bifolio.model.stream_tensors import (
     layer_stream_parts,
     stream_parts,
 )
-from bifolio.model.tensor_names import LatentNames, TensorNames
+from bifolio.model.tensor_names import TensorNames
 from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
@@ -113,6 +115,7 @@ def _network(weights: ModelWeights, names: TensorNames, interleaved: bool) -> It
     yield NamedTensor(names.embedding + ".weight", _quantized(weights.embedding), "embedding")
     if weights.position_embedding is not None:
         yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")
+    yield from _norm(names.embedding_norm, weights.embedding_norm)
     if weights.layer_inputs is not None and names.layer_inputs is not None:
         yield from _parts(layer_input_parts(names.layer_inputs, weights.layer_inputs))
     if weights.streams is not None and names.streams is not None:
@@ -146,6 +149,8 @@ def _layer(
     elif layer.has_mlp:
         yield from _linear(prefix, names.up, layer.up)
         yield from _linear(prefix, (names.down,), layer.down)
+        for name, value in zip(names.xielu, layer.xielu or (), strict=False):
+            yield NamedTensor(prefix + name, _quantized(np.array([value], np.float32)), "state")
     yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
     if layer.inputs is not None and names.layer_inputs is not None:
         yield from _parts(gated_input_parts(prefix, names.layer_inputs, layer.inputs))
@@ -174,8 +179,9 @@ def _attention(
         yield from _latent(prefix, names.latent, layer.latent)
     if layer.gate is not None:
         yield from _linear(prefix, (names.gate,), layer.gate)
-    yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
-    yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
+    if names.query_norm:
+        yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
+        yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
     if layer.shape.sinks is not None:
         yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
     yield from _linear(prefix, (names.output,), layer.output)
@@ -194,12 +200,18 @@ def _recurrence(
 
     decay = recurrence.decay
     stored = decay if decay is None or not names.decay_log else np.log(-np.asarray(decay))
+    if stored is not None and recurrent.selective is not None:
+        stored = np.ascontiguousarray(np.asarray(stored).T)
     yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)
     yield from vector(names.conv + ".weight", recurrence.conv_weight, names.conv_shape(own))
     yield from vector(names.conv + ".bias", recurrence.conv_bias, (own.channels,))
-    yield from vector(names.decay, stored, names.vector_shape(own))
+    matrix = (own.channels, own.key_size) if recurrent.selective is not None else names.vector_shape(own)
+    yield from vector(names.decay, stored, matrix)
     yield from vector(names.bias, recurrence.bias, (own.heads,))
-    yield from vector(names.skip, recurrence.skip, names.vector_shape(own))
+    yield from vector(names.skip, recurrence.skip, matrix[:1] if recurrent.selective is not None else matrix)
+    if recurrent.selective is not None and names.selective is not None:
+        for name, part in selective_parts(names.selective, recurrent.selective, own.step_norms == "weighted"):
+            yield from _linear(prefix, (name,), part) if isinstance(part, Linear) else _norm(prefix + name, part)
     if recurrence.norm is not None:
         yield from vector(names.norm + ".weight", recurrence.norm.weight, names.norm_shape(own))
     yield from _linear(prefix, (names.output,), recurrent.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,4 +153,38 @@ MAMBA = (
     Field("recurrent.norm_first", hf=None, gguf=Form(lambda v: False, _check_norm), default=False),
     Field("recurrent.norm_groups", default=lambda v: v["recurrent.groups"]),
     Field("recurrent.dt_limits", hf=time_step_limits("time_step_limit"), optional=True),
+)
+
+
+# -- Mamba ------------------------------------------------------------------------------------------------------------
+def selective_names(prefix: str = "") -> RecurrentNames:
+    """The names in folders, or without a prefix those in GGUF files; the caller adds those of the parameters."""
+    if not prefix:
+        return RecurrentNames((("ssm_in", 2),), conv="ssm_conv1d", output="ssm_out", decay="ssm_a", skip="ssm_d")
+    return replace(mamba_names(prefix), input=((f"{prefix}.in_proj", 2),), bias="", norm="")
+
+
+def _channels_from_hf(values: Reading) -> int:
+    return values.json.count("mamba_expand", 2, most=64) * int(values["hidden_size"])
+
+
+def _write_channels(values: Writing) -> dict[str, int]:
+    return {"mamba_expand": values["recurrent.channels"] // values["hidden_size"]}
+
+
+SELECTIVE = (
+    Field("recurrent.kind", default="selective"),
+    Field("recurrent.width", hf=Key("mamba_d_conv", default=4), gguf="ssm.conv_kernel"),
+    Field("recurrent.channels", hf=Form(_channels_from_hf, _write_channels), gguf="ssm.inner_size", default=REQUIRED),
+    Field("recurrent.heads", default=1),
+    Field("recurrent.groups", default=1),
+    Field("recurrent.key_size", hf=Key("mamba_d_state", default=16), gguf="ssm.state_size", default=REQUIRED),
+    Field("recurrent.value_size", default=lambda v: v["recurrent.channels"]),
+    Field(
+        "recurrent.conv_bias",
+        hf=Key("mamba_conv_bias", default=True),
+        gguf=Form(in_tensors("ssm_conv1d.bias").read, _check_bias),
+    ),
+    Field("recurrent.has_norm", default=False),
+    Field("recurrent.step_rank", gguf="ssm.time_step_rank", default=REQUIRED),
 )

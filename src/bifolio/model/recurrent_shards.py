@@ -48,6 +48,8 @@ def check_recurrence(own: RecurrentConfig, size: int) -> None:
     """Raise ConfigError if `size` ranks cannot share the recurrent layers."""
     if size == 1:
         return
+    if own.kind == "selective":
+        raise ConfigError("tensor_parallel_size must be 1: selective recurrent layers (Mamba) are not shared by ranks")
     if own.kind == "conv":
         if own.channels < size:
             raise ConfigError(f"{own.channels} channels cannot be shared by tensor_parallel_size={size} processes")

@@ -8,6 +8,7 @@ from bifolio.arrays import array_namespace
 from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
 from bifolio.model.fetch import Fetch, FetchVector
+from bifolio.model.selective_tensors import SelectiveNames, assemble_selective, selective_decay
 from bifolio.model.weights import RecurrentWeights
 
 
@@ -30,6 +31,7 @@ class RecurrentNames:
     decay_log: bool = False  # the file has log(-decay)
     column_vectors: bool = False  # decay and skip are stored as [heads, 1]
     grouped_norm: bool = False  # the norm is stored as [groups, size / groups]
+    selective: SelectiveNames | None = None
 
     def conv_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
         return (own.channels, 1, own.width) if self.conv_axis else (own.channels, own.width)
@@ -52,6 +54,7 @@ def assemble_recurrence(
     if own is None or not config.layers[layer].recurrent:
         return None
     heads, d = names.vector_shape(own), config.hidden_size
+    is_selective = own.kind == "selective"
 
     def flat(name: str, shape: tuple[int, ...]) -> Array:
         return vector(prefix + name, shape).reshape(-1)
@@ -66,6 +69,9 @@ def assemble_recurrence(
     if names.decay and own.vectors:
         decay = flat(names.decay, heads)
         decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
+    if is_selective:
+        decay = selective_decay(vector(prefix + names.decay, (own.channels, own.key_size)), names.decay_log)
+    has_skip = bool(names.skip) and (own.vectors > 2 or is_selective)
     recurrence = Recurrence(
         kind=own.kind,
         layer=config.recurrent_layers.index(layer),
@@ -79,7 +85,7 @@ def assemble_recurrence(
         conv_bias=flat(names.conv + ".bias", (own.channels,)) if own.conv_bias else None,
         decay=decay,
         bias=flat(names.bias, (own.heads,)) if names.bias and own.vectors else None,
-        skip=flat(names.skip, heads) if names.skip and own.vectors > 2 else None,
+        skip=flat(names.skip, (own.channels,) if is_selective else heads) if has_skip else None,
         norm=Norm(flat(names.norm + ".weight", names.norm_shape(own)), None, config.norm_eps, False)
         if own.norm_size
         else None,
@@ -89,7 +95,10 @@ def assemble_recurrence(
         tiled=own.tiled,
     )
     return RecurrentWeights(
-        linear(_input_parts(names, own), d), recurrence, linear(((names.output, d),), own.inner_size)
+        linear(_input_parts(names, own), d),
+        recurrence,
+        linear(((names.output, d),), own.inner_size),
+        None if names.selective is None else assemble_selective(own, names.selective, prefix, fetch, vector),
     )
 
 

@@ -128,6 +128,7 @@ def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int,
         num_heads=_count(query_heads[rank]),
         num_kv_heads=_count(kv_heads[rank]),
         sinks=None if sinks is None else sinks[slice(*query_heads[rank])],
+        slopes=None if layer.shape.slopes is None else layer.shape.slopes[slice(*query_heads[rank])],
         query_norm=None if is_wide else layer.shape.query_norm,
         key_norm=None if is_wide else layer.shape.key_norm,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, HeadLinear, Linear, Norm, Router
 from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
+from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
 from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
 from bifolio.model.stream_tensors import (
     LayerInputNames,
@@ -31,42 +32,7 @@ from bifolio.model.weights import (
     attention_shape,
     inverse_frequencies,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LatentNames:
-    """Names of the projections around cached latents; those by head are one tensor [heads, out, in]."""
-
-    query_down: str
-    query_norm: str
-    query_up: str
-    query: str
-    latent: str
-    latent_norm: str
-    key_up: str
-    value_up: str
-
-
-HF_LATENT = LatentNames(
-    query_down="self_attn.q_a_proj",
-    query_norm="self_attn.q_a_layernorm",
-    query_up="self_attn.q_b_proj",
-    query="self_attn.q_proj",
-    latent="self_attn.kv_a_proj_with_mqa",
-    latent_norm="self_attn.kv_a_layernorm",
-    key_up="self_attn.k_b_proj",
-    value_up="self_attn.v_b_proj",
-)
-GGUF_LATENT = LatentNames(
-    query_down="attn_q_a",
-    query_norm="attn_q_a_norm",
-    query_up="attn_q_b",
-    query="attn_q",
-    latent="attn_kv_a_mqa",
-    latent_norm="attn_kv_a_norm",
-    key_up="attn_k_b",
-    value_up="attn_v_b",
-)
+from bifolio.model.xielu import read_xielu
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +50,8 @@ class TensorNames:
     final_norm: str
     head: str
     positions: str = ""
+    embedding_norm: str = ""
+    xielu: tuple[str, str] = ("", "")  # with their suffixes
     query_norm: str = ""
     key_norm: str = ""
     post_attention_norm: str = ""
@@ -178,6 +146,7 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         position_embedding=positions,
         layers=tuple(_layer(config, names, i, fetch, vector) for i in range(config.num_layers)),
         final_norm=_final_norm(config, names.final_norm, vector),
+        embedding_norm=_norm(config, names.embedding_norm, d, vector) if config.embedding_norm else None,
         head=Linear((head,), (head_bias,)),
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
@@ -228,10 +197,13 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         return _on_residual(config, _norm(config, prefix + name, d, vector))
 
     def head_norm(name: str, heads: int, wanted: bool) -> Norm | None:
+        if config.qk_norm_rotated:
+            return Norm(np.ones(dim, np.float32), None, config.norm_eps) if wanted and is_rotated else None
         size = dim * (heads if config.qk_norm_all_heads else 1)
         return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and wanted else None
 
     own_layer = config.layers[index]
+    is_rotated = own_layer.rope is not None
     attends = own_layer.attention
     recurrent = None if own is None else assemble_recurrence(config, own, index, prefix, fetch, vector)
     mixes, has_mlp = attends or recurrent is not None, own_layer.mlp
@@ -262,6 +234,7 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
         kv_is_shared=any(layer.kv_source == index for layer in config.layers),
         cutoff=own_layer.cutoff,
+        xielu=read_xielu(names.xielu, prefix, vector) if config.activation == "xielu" and has_mlp else None,
         scale=float(vector(prefix + names.layer_scale, (1,))[0]) if config.layer_scales else 1.0,
         inputs=assemble_gated_inputs(config, names.layer_inputs, index, prefix, fetch, vector),
         streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
@@ -357,6 +330,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             top_groups=moe.top_groups,
             group_best=moe.group_best,
             expert_scales=vector(prefix + names.expert_scales, (count,)) if moe.beside_mlp else None,
+            band=moe.band,
         ),
         experts=Experts(
             of_experts(names.expert_up, width, d),
@@ -365,6 +339,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             config.gated_mlp,
         ),
         shared_gate=gate,
+        scales_inputs=moe.scales_inputs,
         router_norm=router_norm,
         input_norm=norm(names.expert_norm),
         output_norm=norm(names.post_expert_norm),

@@ -6,13 +6,23 @@ Training and serving run this function on the CPU and on a GPU; families differ 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.model.layer_inputs import gated_inputs, layer_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
-from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
+from bifolio.model.weights import (
+    HeadNorms,
+    LatentWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+    RecurrentWeights,
+    SelectiveWeights,
+)
+from bifolio.model.xielu import xielu_coefficients
 
 SharedHeads = dict[int, Heads]  # keys and values that later layers read, by layer of the cache
 
@@ -23,6 +33,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     x = embedded(weights, batch, kernels) if batch.given is None else kernels.given(batch, config.hidden_size)
     if weights.position_embedding is not None:
         x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
+    if weights.embedding_norm is not None:
+        x = kernels.norm(x, weights.embedding_norm)
     rotations = tuple(
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
@@ -121,7 +133,31 @@ def recurrence(
 ) -> Array:
     """A recurrence over the tokens of each sequence, from its stored state on."""
     inputs = product(x, recurrent.input, batch, kernels)
+    if recurrent.selective is not None:
+        mixed = selective_scan(recurrent, recurrent.selective, inputs, batch, kernels, storage)
+        return joined(mixed, recurrent.output, batch, kernels)
     return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, batch, kernels)
+
+
+def selective_scan(
+    recurrent: RecurrentWeights,
+    own: SelectiveWeights,
+    inputs: Array,  # |x|z|
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+) -> Array:
+    """A convolution, parameters of the state that its outputs give, and the scan of the state."""
+    r = recurrent.recurrence
+    x = kernels.recur(kernels.join_columns([(inputs, 0, r.channels)]), r, batch, storage)
+    parameters, rank = kernels.linear(x, own.parameters), own.step.in_features
+    ends = (0, rank, rank + r.key_size, rank + 2 * r.key_size)
+    parts = [kernels.join_columns([(parameters, *span)]) for span in pairwise(ends)]
+    if own.norms is not None:
+        parts = [kernels.norm(part, norm) for part, norm in zip(parts, own.norms, strict=True)]
+    rows = (inputs, r.channels, 2 * r.channels), (x, 0, r.channels), (kernels.linear(parts[0], own.step), 0, r.channels)
+    states = ((part, 0, r.key_size) for part in parts[1:])
+    return kernels.scan(kernels.join_columns([*rows, *states]), r, batch, storage)
 
 
 def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:
@@ -199,6 +235,8 @@ def feed_forward(
 
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batch, kernels: KernelSet) -> Array:
     up = product(x, layer.up, batch, kernels)
+    if layer.xielu is not None:
+        return joined(kernels.xielu(up, xielu_coefficients(layer.xielu)), layer.down, batch, kernels)
     mixed = kernels.act_mul(up, activation, layer.cutoff) if gated else kernels.act(up, activation)
     return joined(mixed, layer.down, batch, kernels)
 
@@ -215,8 +253,12 @@ def mixture(
 ) -> Array:
     """The experts that each token chooses, and the shared MLP if there is one."""
     routed = x if moe.router_norm is None else kernels.norm(residual, moe.router_norm)
-    routing = kernels.route(product(routed, moe.router, batch, kernels), moe.choice)
+    logits = product(routed, moe.router, batch, kernels)
+    routing = kernels.route(logits, moe.choice)
     inputs = x if moe.input_norm is None else kernels.norm(residual, moe.input_norm)
+    if moe.scales_inputs:
+        inputs = kernels.weigh(inputs, routing)
+        routing = kernels.route(logits, replace(moe.choice, renormalise=True))  # weights of 1
     adapters = None if moe.experts.site == NO_SITE else batch.adapters
     mixed = exchanged(kernels.mix_experts(inputs, routing, moe.experts, adapters), moe.shards, kernels)
     mixed = mixed if moe.output_norm is None else kernels.norm(mixed, moe.output_norm)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import (
     Array,
@@ -28,6 +28,7 @@ from bifolio.kernels.interface import (
     Shards,
     SharedMlp,
 )
+from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -57,6 +58,7 @@ class MoeWeights:
     experts: Experts
     shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
     shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
+    scales_inputs: bool = False  # weights multiply the inputs of the experts
     # Experts beside the MLP of the layer read the residual stream through norms of their own.
     router_norm: Norm | None = None
     input_norm: Norm | None = None
@@ -100,12 +102,27 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveWeights:
+    """The parameters of a selective recurrence that depend on the token, from its convolution."""
+
+    parameters: Linear  # [rank + 2 * key_size, channels]  dt, b and c
+    step: Linear  # [channels, rank]
+    norms: tuple[Norm, Norm, Norm] | None  # of dt, b and c
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """A recurrence between its two projections."""
 
     input: Linear  # [recurrence.in_features, d]
     recurrence: Recurrence
     output: Linear  # [d, recurrence.out_features]
+    selective: SelectiveWeights | None = None
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        own = self.selective
+        linears = [self.input, self.output, *([] if own is None else [own.parameters, own.step])]
+        return [part for linear in linears for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +145,7 @@ class LayerWeights:
     gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
     norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
     kv_is_shared: bool = False  # later layers read the keys and values of this one
+    xielu: tuple[float, float] | None = None  # logarithms of the coefficients of the activation xIELU
     cutoff: float | None = None  # gates of the MLP so many deviations above their mean are kept; None: all
     scale: float = 1.0  # of the residual stream behind the layer
     inputs: GatedInputWeights | None = None
@@ -156,6 +174,7 @@ class ModelWeights:
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
     embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
+    embedding_norm: Norm | None = None
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
@@ -178,7 +197,7 @@ class ModelWeights:
             if layer.gate is not None:
                 found += layer.gate.parts
             if layer.recurrent is not None:
-                found += [*layer.recurrent.input.parts, *layer.recurrent.output.parts]
+                found += layer.recurrent.matrices()
             if layer.moe is not None:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
             found += [] if layer.inputs is None else layer.inputs.matrices()
@@ -199,6 +218,7 @@ def attention_shape(
     key_norm: Norm | None = None,
     sinks: Array | None = None,
 ) -> AttentionShape:
+    is_rotated = bool(config.ropes) and config.layers[layer].rope is not None
     return AttentionShape(
         layer=config.cached_layers.index(config.kv_source(layer)) if config.layers[layer].attention else 0,
         num_heads=config.num_heads,
@@ -212,8 +232,11 @@ def attention_shape(
         sinks=sinks,
         norm_after_rope=config.qk_norm_after_rope,
         softcap=config.attention_softcap,
-        temperature=config.attention_temperature,
+        temperature=0.0 if config.temperature_unrotated and is_rotated else config.attention_temperature,
         temperature_period=config.temperature_period,
+        temperature_start=int(config.temperature_unrotated),
+        in_chunks=config.window_in_chunks and config.layers[layer].window is not None,
+        slopes=alibi_slopes(config.num_heads, config.alibi) if config.alibi else None,
         value_norm=_value_norm(config, layer),
         queries_only=config.kv_source(layer) != layer,
     )
@@ -246,6 +269,7 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         position_embedding=None if positions is None else kernels.prepare_embedding(positions),
         layers=layers,
         final_norm=kernels.prepare_norm(weights.final_norm),
+        embedding_norm=None if weights.embedding_norm is None else kernels.prepare_norm(weights.embedding_norm),
         head=kernels.prepare_linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         layer_inputs=None if weights.layer_inputs is None else weights.layer_inputs.prepared(kernels),
@@ -274,6 +298,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
             key_norm=norm(layer.shape.key_norm),
             value_norm=norm(layer.shape.value_norm),
             sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
+            slopes=None if layer.shape.slopes is None else kernels.from_host(layer.shape.slopes),
         ),
         attention_norm=norm(layer.attention_norm),
         qkv=linear(layer.qkv),
@@ -295,7 +320,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
 def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
     """The layer with its shared MLP as one more expert, where both are alike and the kernel set computes them so."""
     moe = layer.moe
-    if moe is None or not layer.up.parts or layer.cutoff is not None:
+    if moe is None or not layer.up.parts or layer.cutoff is not None or moe.scales_inputs:
         return layer
     norms = (moe.router_norm, moe.input_norm, moe.output_norm, moe.mlp_output_norm)
     shards = (moe.shards, layer.up.shards, layer.down.shards)
@@ -342,58 +367,15 @@ def _prepared_latent(latent: LatentWeights, kernels: KernelSet) -> LatentWeights
 
 
 def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> RecurrentWeights:
+    own = recurrent.selective
+    if own is not None:
+        norms = own.norms
+        if norms is not None:
+            norms = kernels.prepare_norm(norms[0]), kernels.prepare_norm(norms[1]), kernels.prepare_norm(norms[2])
+        own = SelectiveWeights(kernels.prepare_linear(own.parameters), kernels.prepare_linear(own.step), norms)
     return RecurrentWeights(
+        selective=own,
         input=kernels.prepare_linear(recurrent.input),
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),
         output=kernels.prepare_linear(recurrent.output),
     )
-
-
-def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    """Rotation per position of each pair (radians), f32[rotary_dim/2], and the factor on cos and sin.
-
-    f32[2, rotary_dim/2] for a rope with two sets: short, long.
-    """
-    half = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
-    frequencies = (1.0 / np.power(np.float32(rope.theta), half)).astype(np.float32)
-    if rope.scaling == "linear":
-        frequencies = frequencies / np.float32(rope.factor)
-    elif rope.scaling == "llama3":
-        frequencies = _llama3_frequencies(frequencies, rope)
-    elif rope.scaling == "yarn":
-        frequencies = _yarn_frequencies(frequencies, rope)
-    if rope.has_two_sets:
-        long = rope.frequency_factors or (1.0,) * len(frequencies)
-        frequencies = frequencies / np.array([rope.frequency_factors_short, long], dtype=np.float32)
-    elif rope.frequency_factors:
-        frequencies = frequencies / np.asarray(rope.frequency_factors, dtype=np.float32)
-    return frequencies.astype(np.float32), rope.attention_factor
-
-
-def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Divide low frequencies by the factor, keep high ones, blend those between."""
-    wavelengths = 2 * np.pi / frequencies
-    low = rope.original_max_position / rope.low_freq_factor
-    high = rope.original_max_position / rope.high_freq_factor
-    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    scaled = np.where(wavelengths > low, frequencies / rope.factor, frequencies)
-    return np.asarray(np.where((wavelengths >= high) & (wavelengths <= low), blended, scaled), dtype=np.float32)
-
-
-def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Interpolate low frequencies, keep high ones, with a linear ramp between."""
-
-    def dimension(rotations: float) -> float:
-        """The dimension that completes `rotations` rotations over the original context."""
-        turns = rope.original_max_position / (rotations * 2 * np.pi)
-        return float(rope.rotary_dim * np.log(turns) / (2 * np.log(rope.theta)))
-
-    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        first, last = float(np.floor(first)), float(np.ceil(last))
-    low, high = max(first, 0), min(last, rope.rotary_dim - 1)
-    ramp = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
-    return np.asarray(frequencies / rope.factor * ramp + frequencies * (1 - ramp), dtype=np.float32)

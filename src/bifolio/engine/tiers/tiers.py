@@ -26,12 +26,14 @@ from bifolio.engine.tiers.copies import Copies
 from bifolio.engine.tiers.costs import Costs
 from bifolio.engine.tiers.tier import Key, Tier
 from bifolio.engine.transfer.blocks import Arrival
+from bifolio.schedule.plan import StepPlan
 from bifolio.sequence import Sequence
 
 if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 MAX_TICKETS = 8  # sequences that wait for tiers at the same time
+MAX_ASKED = 65_536
 CLOSE_SECONDS = 10.0  # for writing waiting blocks
 IDLE_SECONDS = 0.01  # that an engine without other work waits for a ticket, at most
 
@@ -103,6 +105,8 @@ class CacheTiers:
             return False
         if len(self._open) >= MAX_TICKETS:
             return True
+        if len(self._asked) >= MAX_ASKED:  # most of them ended while they waited
+            self._asked.clear()
         self._asked.add(sequence.id)
         first, digests = self._blocks.further_prefix(
             sequence.token_ids, request.cache_salt, request.marks, *self._known
@@ -119,6 +123,11 @@ class CacheTiers:
     def admitted(self, sequence: Sequence) -> None:
         """The sequence has a slot: if it is preempted later, it asks again."""
         self._asked.discard(sequence.id)
+
+    def collected(self, plan: StepPlan, started: float) -> None:
+        """A step that began at this time of `time.perf_counter` was collected."""
+        if plan.prefills:
+            self.costs.computed(sum(item.num_new for item in plan.prefills), time.perf_counter() - started)
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -157,10 +166,6 @@ class CacheTiers:
             arrival.add_state(ticket.state)
         blocks.rest(sequence.id)
         return len(ids) * blocks.block_size
-
-    def forget(self) -> None:
-        """No request is left."""
-        self._asked.clear()
 
     def stats(self) -> TierStats:
         copies = self.copies

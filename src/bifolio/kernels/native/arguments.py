@@ -19,9 +19,9 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.native.library import library
 from bifolio.kernels.recurrence import states_of
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "tanh": 5}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "tanh": 5, "relu": 6}
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
-RECURRENCE_CODES = {"conv": 0, "delta": 1, "mamba": 2}
+RECURRENCE_CODES = {"conv": 0, "delta": 1, "mamba": 2, "selective": 3}
 
 
 def floats(array: Array) -> np.ndarray:
@@ -47,6 +47,7 @@ def native_router(router: Router, num_experts: int) -> Any:
         router.top_groups,
         router.group_best,
         _optional(router.expert_scales),
+        router.band,
     )
 
 
@@ -65,6 +66,12 @@ def native_shape(shape: AttentionShape) -> Any:
         shape.temperature,
         shape.temperature_period,
     )
+    if shape.in_chunks:
+        native = native.of_chunks()
+    if shape.temperature_start:
+        native = native.counting_from(shape.temperature_start)
+    if shape.slopes is not None:
+        native = native.with_slopes(floats(shape.slopes))
     if shape.value_norm is not None:
         native = native.with_value_norm(native_norm(shape.value_norm))
     if shape.queries_only:
@@ -85,7 +92,7 @@ def native_states(storage: Storage) -> Any:
 
 def native_recurrence(r: Recurrence) -> Any:
     """The parameters of a recurrent layer; the convolution is copied, all other arrays are kept."""
-    vectors = (_optional(array) for array in (r.conv_bias, r.decay, r.bias, r.skip))
+    vectors = (_optional(array) for array in (r.conv_bias, _flat(r.decay), r.bias, r.skip))
     sizes = (r.width, r.channels, r.heads, r.groups, r.key_size, r.value_size)
     options = (r.norm_first, r.norm_groups, *r.dt_limits, r.tiled)
     weights = floats(r.conv_weight), *vectors, native_norm(r.norm)
@@ -109,6 +116,10 @@ def native_adapters(use: AdapterUse | None) -> dict[str, Any]:
         "adapters": [each.prepared for each in use.loaded],
         "adapter_rows": np.ascontiguousarray(use.rows, np.int32),
     }
+
+
+def _flat(array: Array | None) -> Array | None:
+    return None if array is None else array.reshape(-1)
 
 
 def _optional(array: Array | None) -> np.ndarray | None:

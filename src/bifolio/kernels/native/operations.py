@@ -29,6 +29,7 @@ from bifolio.kernels.interface import (
     Router,
     Routing,
     Storage,
+    XieluCoefficients,
 )
 from bifolio.kernels.native.arguments import (
     ACTIVATION_CODES,
@@ -94,6 +95,9 @@ class NativeOperations:
     def act(self, x: Array, activation: str) -> Array:
         return self.run("act", (x,), ACTIVATION_CODES[activation])
 
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        return self.run("xielu", (x,), *coefficients)
+
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         return self.run("act_mul", (x,), ACTIVATION_CODES[activation], cutoff)
 
@@ -125,6 +129,12 @@ class NativeOperations:
         if isinstance(rows, Register):
             return Routing(rows, rows)
         return Routing(rows.view(np.int32)[:, : router.top_k], rows[:, router.top_k :])
+
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        weights, first = routing.weights, 0
+        if isinstance(weights, Register):  # behind the numbers of the experts
+            first = weights.width // 2
+        return self.mix_streams(x, self.join_columns([(weights, first, first + 1)]), 1)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         rows = routing.experts
@@ -165,6 +175,10 @@ class NativeOperations:
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         constants = recurrence.layer, recurrence.prepared or native_recurrence(recurrence)
         return self.run("recur", (x,), *constants, states=batch, storage=storage)
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        constants = recurrence.layer, recurrence.prepared or native_recurrence(recurrence)
+        return self.run("scan", (x,), *constants, states=batch, storage=storage)
 
     # -- residual streams ---------------------------------------------------------------------------------------------
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:

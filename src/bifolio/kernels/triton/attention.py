@@ -44,6 +44,11 @@ from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new
 from bifolio.kernels.triton.tiles import prefill_tile
 
 
+def is_composed(shape: AttentionShape) -> bool:
+    """Whether no kernel computes the layer: it is composed of torch operations, outside of CUDA graphs."""
+    return shape.slopes is not None or shape.in_chunks
+
+
 @dataclass(slots=True)
 class StagedSegment:
     """The device arrays of a segment; created once per pass, used by every layer."""

@@ -83,7 +83,7 @@ def _route_kernel(
 
 def can_route(router: Router, num_logits: int) -> bool:
     """Whether `route` can choose: no groups of experts, no factors of experts, not too many of them."""
-    plain = router.top_groups == router.num_groups and router.expert_scales is None
+    plain = router.top_groups == router.num_groups and router.expert_scales is None and not router.band
     return plain and _num_choices(router, num_logits) <= MOST_SORTED_EXPERTS
 
 

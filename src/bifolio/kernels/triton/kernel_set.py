@@ -36,6 +36,7 @@ from bifolio.kernels.interface import (
     SlotSizes,
     StepProgram,
     Storage,
+    XieluCoefficients,
 )
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
@@ -43,7 +44,7 @@ from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
-from bifolio.kernels.triton.attention import Attention
+from bifolio.kernels.triton.attention import Attention, is_composed
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
@@ -228,6 +229,12 @@ class TritonKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         return self._torch.act(tensor(x), activation)
 
+    def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
+        return self._torch.xielu(tensor(x), coefficients)
+
+    def weigh(self, x: Array, routing: Routing) -> Array:
+        return self._torch.weigh(tensor(x), routing)
+
     def gate(self, x: Array, logits: Array) -> Array:
         return norm.gate(tensor(x), tensor(logits))
 
@@ -250,9 +257,14 @@ class TritonKernels(TorchArrays):
         return Mixture(compute, len(values))
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        if recurrence.kind == "selective":
+            return self._torch.recur(tensor(x), recurrence, batch, storage)
         if self._states is None or batch.states is None or self._states.use is not batch.states:
             self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
         return recur(tensor(x), recurrence, self._states, storage)
+
+    def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return self._torch.scan(tensor(x), recurrence, batch, storage)
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         return self._torch.mix_streams(tensor(x), tensor(coefficients), streams)
@@ -285,6 +297,8 @@ class TritonKernels(TorchArrays):
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
+        if is_composed(shape):
+            return self._torch.attend(heads, shape, segments, storage)
         return self.attention.attend(heads, shape, segments, storage)
 
     def stage_states(self, states: StagedStates) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and GLM-4.7-Flash: attention over cached latents (MLA), shared experts, groups of experts.
+"""DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash: attention over cached latents (MLA), shared experts, groups of experts.
 
 In V3 and GLM a bias changes the choice of experts, and sigmoids weigh them.
 """
@@ -22,14 +22,14 @@ from bifolio.model.fields import REQUIRED, Field, Form, Key
 from bifolio.model.gguf.rope_fields import read_rope, rope_entries
 from bifolio.model.huggingface import rope_fields
 from bifolio.model.huggingface.rope_fields import rope_parameters, scaling_object
+from bifolio.model.latent_names import HF_LATENT
 from bifolio.model.model_file import TensorSource
 from bifolio.model.next_token_names import GGUF_NEXT_TOKEN, HF_NEXT_TOKEN
-from bifolio.model.tensor_names import HF_LATENT
 from bifolio.model.window_fields import named_kinds
 from bifolio.quant.tensor import QuantizedTensor
 
 GREEDY, GROUPS, BIASED = "greedy", "group_limited_greedy", "noaux_tc"  # choices of experts; the last is DeepSeek-V3's
-GLM = "glm4_moe_lite"
+GLM, KIMI = "glm4_moe_lite", ("kimi_k2", "kimi_k25")
 DENSE = "first_k_dense_replace"
 KEY_SIZE, LOG_MULTIPLIER = ".attention.key_length_mla", ".rope.scaling.yarn_log_multiplier"
 KV_UP = "self_attn.kv_b_proj"  # of folders: key and value projections, head by head
@@ -138,7 +138,7 @@ LATENTS = (
 # -- experts ----------------------------------------------------------------------------------------------------------
 def method(values: Reading) -> str:
     """The choice of experts."""
-    is_biased = values.json.get("model_type") in ("deepseek_v3", GLM)
+    is_biased = values.json.get("model_type") in ("deepseek_v3", *KIMI, GLM)
     found = values.json.text("topk_method", BIASED if is_biased else GREEDY)
     if found not in (GREEDY, GROUPS, BIASED):
         raise UnsupportedModelError(f"the routing {found!r} is not supported; supported: {GREEDY}, {GROUPS}, {BIASED}")
@@ -243,10 +243,11 @@ def joined_by_head(tensors: Iterator[NamedTensor], config: ModelConfig) -> Itera
 FAMILY = Family(
     name="deepseek2",
     fields=(*LATENTS, *CHOICE),
-    hf_types=("deepseek_v2", "deepseek_v3", GLM),
+    hf_types=("deepseek_v2", "deepseek_v3", *KIMI, GLM),
     hf_class="DeepseekV2ForCausalLM",
     hf_refused={"attention_bias": "DeepSeek-V2 with biases in attention is not supported"},
     hf_needed={"rope_interleave": True},
+    hf_text_part=True,
     hf_interleaved=True,
     folder_source=SplitByHead,
     folder_tensors=joined_by_head,

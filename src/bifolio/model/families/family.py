@@ -14,6 +14,7 @@ from bifolio.model.model_file import Factors, TensorSource
 from bifolio.model.next_token_names import NextTokenNames
 from bifolio.model.stored_form import StoredForm
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
+from bifolio.model.weights import ModelWeights
 
 
 def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
@@ -30,6 +31,10 @@ def unchanged(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[N
 
 def own_name(config: ModelConfig) -> str:
     return config.architecture
+
+
+def no_entries(weights: ModelWeights) -> Mapping[str, Any]:
+    return {}
 
 
 def no_factors(config: ModelConfig, name: str) -> Factors | None:
@@ -94,6 +99,7 @@ class Family:
     gguf_names: TensorNames = GGUF_LLAMA
     gguf_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # as `folder_source`
     gguf_tensors: Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]] = unchanged  # the reverse
+    gguf_entries: Callable[[ModelWeights], Mapping[str, Any]] = no_entries  # that the weights give, with whole keys
     gguf_tiled: bool = False  # the heads of recurrent layers are in the order of `Recurrence.tiled`
     gguf_interleaved: bool = False  # query and key rows are ordered for rope on neighbouring pairs
 

@@ -2,7 +2,6 @@
 
 from bifolio.model.families.family import Family
 from bifolio.model.fields import Field
-from bifolio.model.huggingface.rope_fields import NOT_DYNAMIC
 
 FAMILY = Family(
     name="internlm3",
@@ -10,7 +9,6 @@ FAMILY = Family(
         Field("qkv_bias", hf="qkv_bias", optional=False),
         Field("output_bias", hf="bias", default=False),
         Field("mlp_bias", hf=None, default=lambda v: v["output_bias"]),
-        Field("ropes", hf=NOT_DYNAMIC),
     ),
     hf_types=("internlm3",),
     hf_class="InternLM3ForCausalLM",

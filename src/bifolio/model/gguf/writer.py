@@ -92,7 +92,7 @@ def write_gguf(
     mix = format if isinstance(format, Mix) else MIXES[format.name.lower()]
     importance = importance or {}
     entries, notes = _metadata(model, mix)
-    entries |= extra or {}
+    entries |= {**family.gguf_entries(model.weights), **(extra or {})}
     weights = with_head_order(model.weights, tiled=family.gguf_tiled)
     tensors = named_tensors(weights, family.gguf_names, interleaved=interleaved)
     sources = list(family.gguf_tensors(tensors, config))

@@ -46,7 +46,9 @@ def read_rope(values: Reading, own: JsonObject, head_dim: int) -> RopeConfig:
         raise owner.wrong("partial_rotary_factor", "a number from 0 to 1")
     if theta < 0:
         raise (own if own.get("rope_theta") is not None else whole).wrong("rope_theta", "a positive number")
-    if kind in ("default", "none"):
+    if kind == "dynamic" and own.get("alpha") is not None:
+        raise UnsupportedModelError(f"{own.path}: rope scaling 'dynamic' with alpha is supported for Hunyuan only")
+    if kind in ("default", "none", "dynamic"):  # dynamic scaling is none up to the length of the context
         return RopeConfig(theta, int(head_dim * share))
     if kind not in KINDS:
         supported = ", ".join(KINDS)
@@ -143,15 +145,6 @@ def scaling_object(rope: RopeConfig) -> dict[str, Any] | None:
     return raw | {"long_factor": list(rope.frequency_factors), "short_factor": list(rope.frequency_factors_short)}
 
 
-def _without_dynamic(values: Reading) -> tuple[RopeConfig, ...]:
-    """Dynamic scaling is none up to the length of the context."""
-    own = rope_parameters(values)
-    if own.text("rope_type", own.text("type", "default")) != "dynamic":
-        return read_ropes(values)
-    return (read_rope(values, own.object("no parameters"), values["head_dim"]),)
-
-
-NOT_DYNAMIC = Form(_without_dynamic, written_ropes)
 NESTED = Form(
     read_ropes,
     lambda v: {PARAMETERS: {**rope_object(v.config.ropes[0]), "partial_rotary_factor": rotated(v)}},

@@ -12,6 +12,8 @@ from bifolio.api.messages import (
     Adapt,
     AdapterList,
     Beat,
+    BranchCall,
+    BranchReply,
     Embed,
     Embedding,
     Hello,
@@ -60,10 +62,11 @@ class Scraped(msgspec.Struct, tag="scraped"):
     body: bytes
 
 
-FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | Samples | Scrape
+FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | BranchCall | Samples | Scrape
 ToBranch = (
-    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | AdapterList | Beat | Lost | Drain | Scraped
-)
+    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | AdapterList | BranchReply | Beat | Lost | Drain
+    | Scraped
+)  # fmt: skip
 
 from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
 to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)

@@ -277,24 +277,34 @@ def make_app(
     ]
     files = page_files()
     routes += [
-        Route(path, Endpoint(context, "page", _file_handler(*file)), methods=["GET"]) for path, file in files.items()
+        Route(path, Endpoint(context, "page", file_handler(*file)), methods=["GET"]) for path, file in files.items()
     ]
+    middleware = guarded(keys or KeyRing(), files, cors_origins, hosts, admin_keys)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return app
+
+
+def guarded(
+    keys: KeyRing,
+    open_paths: Iterable[str],
+    cors_origins: Iterable[str],
+    hosts: Iterable[str] | None,
+    admin_keys: KeyRing | None = None,
+) -> list[Middleware]:
+    """The middleware in front of all routes, the outermost first."""
     origins = list(cors_origins)
-    middleware = [
-        Middleware(Guard, keys=keys or KeyRing(), open_paths=files, admin_keys=admin_keys),
-    ]
+    middleware = [Middleware(Guard, keys=keys, open_paths=open_paths, admin_keys=admin_keys)]
     if hosts is not None and not keys:
         middleware.insert(0, Middleware(HostGuard, hosts=list(hosts), origins=origins))
     if origins:
         middleware.insert(
             0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         )
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
-    app.router.redirect_slashes = False
-    return app
+    return middleware
 
 
-def _file_handler(body: bytes, content_type: bytes) -> Handler:
+def file_handler(body: bytes, content_type: bytes) -> Handler:
     async def handler(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, body, content_type, headers=PAGE_HEADERS)
 

@@ -114,6 +114,7 @@ _FAULTS: dict[FaultKind, tuple[int, str | None, int | None]] = {  # (HTTP status
     FaultKind.PROMPT_TOO_LONG: (400, "context_length_exceeded", None),
     FaultKind.TOKEN_ID: (400, "invalid_token_id", None),
     FaultKind.GRAMMAR: (400, "invalid_grammar", None),
+    FaultKind.UNKNOWN_BRANCH: (404, "branch_not_found", None),
     FaultKind.SLOW_READER: (408, "slow_client", None),
     FaultKind.QUEUE_FULL: (429, "queue_full", 2),
     FaultKind.KEY_LIMIT: (429, "key_limit", 1),

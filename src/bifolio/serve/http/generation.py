@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.api.messages import Ended, NewTokens, Start, Thinking, Update
+from bifolio.api.messages import BranchUse, Ended, NewTokens, Start, Thinking, Update
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.http.auth import Receive, Tenant
 from bifolio.serve.http.context import ServerContext
-from bifolio.serve.http.errors import ApiError, api_error
+from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.protocols.openai_answers import PromptTokensDetails, Usage
 from bifolio.serve.protocols.openai_types import Generation, StreamOptions
@@ -53,6 +53,9 @@ class Job:
     request_id: str = ""  # of the engine's first request, once it was started
     transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
     prefill_at: str = ""  # the prefill engine that a gateway chose
+    branch: str = ""  # that the request continues or scores; the engine has its tokens
+    branch_use: BranchUse = "beside"
+    wants_receipt: bool = False
     model: str = ""  # as the answer names it
     adapters: list[tuple[str, float]] = field(default_factory=list)  # names and factors
 
@@ -83,7 +86,16 @@ class Job:
             transfer_params=request.kv_transfer_params,
             model=request.model or context.name,
             adapters=context.adapters_of(request.model),
+            wants_receipt=wanted_receipt(request, len(prompts)),
         )
+
+
+def wanted_receipt(request: Generation, num_prompts: int) -> bool:
+    """Whether the answer carries a receipt, which is that of one whole answer."""
+    if request.receipt and (request.stream or num_prompts > 1):
+        name = "stream" if request.stream else "prompt"
+        raise bad_request("a receipt comes with the whole answer to one prompt: leave out `stream`, or send one", name)
+    return request.receipt
 
 
 @dataclass(slots=True)
@@ -144,7 +156,7 @@ class Run:
             starts.append(
                 Start(
                     request_id,
-                    prompt,
+                    [] if job.branch and job.branch_use != "score" else prompt,
                     job.params.values,
                     job.params.grammar,
                     job.params.is_beam_search,
@@ -159,6 +171,9 @@ class Run:
                     job.keeps,
                     job.parent,
                     job.prefill_at,
+                    job.branch,
+                    job.branch_use,
+                    job.wants_receipt,
                     job.adapters,
                 )
             )
@@ -249,12 +264,14 @@ class Run:
         piece = Piece(new.index, new.text or "", token_ids, NO_SCORES, new.finish_reason, new.stop_reason)
         if new.text is None:
             end = None
-            if new.finish_reason == "stop":
+            if new.finish_reason == "stop" and not isinstance(new.stop_reason, str):
                 end = TokenEnd("stop", new.stop_reason if isinstance(new.stop_reason, int) else None)
             elif new.finish_reason == "length":
                 end = TokenEnd("length")
             count, decision = self._text(choice).push_all(token_ids, end)
             piece.text = decision.text
+            if new.finish_reason is not None and decision.finish_reason is None:  # the engine found a stop text
+                piece.text += self._text(choice).flush()
             if isinstance(decision.stop_reason, str):
                 piece.finish_reason, piece.stop_reason = "stop", decision.stop_reason
                 del token_ids[count:]

@@ -53,6 +53,9 @@ async def run_call(
                 blocks = transfer_params(context.engine.hello, host, job.transfer_params)
                 if blocks is not None and isinstance(answer, Completion | ChatCompletion):
                     answer.kv_transfer_params = blocks
+                receipt = None if run.ended is None else run.ended.receipt
+                if receipt is not None and isinstance(answer, Completion | ChatCompletion):
+                    answer.receipt = receipt
                 await send_json(send, answer)
         finally:
             run.close()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -26,7 +26,7 @@ from bifolio.serve.helpers.allocator import return_large_blocks, trim_now_and_th
 from bifolio.serve.helpers.branch_messages import Serve
 from bifolio.serve.helpers.branches import Branches, encode_settings
 from bifolio.serve.http.app import make_app
-from bifolio.serve.http.auth import KeyRing, kept_secret, new_secret
+from bifolio.serve.http.auth import App, KeyRing, kept_secret, new_secret
 from bifolio.serve.http.connection import Connections, allow_files
 from bifolio.serve.http.context import Limits, ServerContext, public_name
 from bifolio.serve.http.errors import ApiError
@@ -83,11 +83,32 @@ class BranchSettings:
     num_front_ends: int
 
 
+class Requests(Protocol):
+    """The requests of one engine, or of several."""
+
+    @property
+    def num_open(self) -> int: ...
+
+    def fail_all(self, error: Exception) -> None: ...
+
+
+class Served(Protocol):
+    """The state behind an application, as its server reads it: `ServerContext`, or that of several models."""
+
+    draining: bool
+    name: str
+
+    @property
+    def engine(self) -> Requests: ...
+
+    def begin_drain(self) -> None: ...
+
+
 class Server(uvicorn.Server):
     """Uvicorn, with a drain: on SIGTERM requests under way are finished, within a time limit."""
 
     def __init__(
-        self, config: uvicorn.Config, context: ServerContext, drain_seconds: float, doors: TlsDoors | None = None
+        self, config: uvicorn.Config, context: Served, drain_seconds: float, doors: TlsDoors | None = None
     ) -> None:
         super().__init__(config)
         self._context = context
@@ -208,9 +229,18 @@ def make_server(
     settings: ServerSettings, context: ServerContext, num_front_ends: int = 1, secret: bytes | None = None
 ) -> Server:
     """The server of one of `num_front_ends` front ends, which share the limits on connections evenly."""
-    hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
     keys = KeyRing(settings.keys, secret)
-    app = make_app(context, keys, settings.cors_origins, hosts, KeyRing(settings.admin_keys))
+    app = make_app(context, keys, settings.cors_origins, answered_hosts(settings), KeyRing(settings.admin_keys))
+    return new_server(settings, app, keys, context, num_front_ends)
+
+
+def answered_hosts(settings: ServerSettings) -> list[str] | None:
+    """The names that a server on the loopback interface answers to; None: any."""
+    return [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
+
+
+def new_server(settings: ServerSettings, app: App, keys: KeyRing, context: Served, num_front_ends: int = 1) -> Server:
+    """The server of an application."""
     certificate, key = settings.tls_certificate, settings.tls_key
     check_certificate(certificate, key)
     connections = Connections(
@@ -256,8 +286,7 @@ async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engi
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
             logger.info("memory plan: %s", line)
-        folder = engine_options.get("kv_offload_dir")
-        secret = new_secret() if folder is None else kept_secret(Path(folder).expanduser())
+        secret = secret_of(engine_options)
         server = make_server(settings, context, settings.front_ends, secret)
         scheme = "https" if settings.tls_certificate else "http"
         server.address = f"{scheme}://{settings.host}:{settings.port}"
@@ -269,6 +298,12 @@ async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engi
             await server.serve(sockets=sockets)
         finally:
             await branches.close(0.0 if server.force_exit else settings.drain_seconds + 5)
+
+
+def secret_of(engine_options: dict[str, Any]) -> bytes:
+    """The secret behind the salts of keys: one for each start, or that of the files that outlive a start."""
+    folder = engine_options.get("kv_offload_dir")
+    return new_secret() if folder is None else kept_secret(Path(folder).expanduser())
 
 
 def start_branches(settings: ServerSettings, context: ServerContext, secret: bytes) -> Branches:

@@ -162,7 +162,7 @@ class EngineConnection:
                 self._take_update(update)
         elif isinstance(message, m.Refused):
             self._take_refusal(message)
-        elif isinstance(message, m.Embedding | m.Picture | m.Recalled):
+        elif isinstance(message, m.Embedding | m.Picture | m.Recalled | m.BranchReply):
             self._answer(message.id, message)
         elif isinstance(message, m.AdapterList):
             self.adapters = message.adapters
@@ -244,6 +244,12 @@ class EngineConnection:
         """Load an adapter, or forget its name where there is no path."""
         request_id = self.new_id()
         await self._ask(request_id, m.Adapt(request_id, name, path, in_place))
+
+    async def branch(self, call: m.BranchCall) -> m.BranchReply:
+        """Run a verb on a branch; its id is set here."""
+        call = msgspec.structs.replace(call, id=self.new_id())
+        reply: m.BranchReply = await self._ask(call.id, call)
+        return reply
 
     async def _ask(self, request_id: str, message: msgspec.Struct) -> Any:
         link = self._ready_link()

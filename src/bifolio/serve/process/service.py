@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,21 +29,15 @@ from bifolio.errors import BifolioError, FaultKind, GrammarError, ModelOutputErr
 from bifolio.long_rope import short_context
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import RequestOptions, StepResult
+from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.serve.process.adapter_loader import AdapterLoader
 from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork
 from bifolio.serve.process.embedding import EmbeddingQueue
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
-from bifolio.serve.process.live_requests import (
-    LiveRequest,
-    ended_of,
-    final_pieces,
-    is_chosen_late,
-    packed,
-    without_text,
-)
+from bifolio.serve.process.pieces import ended, final_pieces, is_chosen_late, packed, without_text
+from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
@@ -51,6 +46,21 @@ from bifolio.text.tokenizer import is_library_error
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
 COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
+
+
+@dataclass(slots=True)
+class _Live:
+    """A running request, and how much of each completion was sent."""
+
+    request: Request
+    sent_tokens: list[int]
+    ended: list[bool]
+    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
+    final_only: bool = False
+    sent_first: bool = False
+    owner: str = ""  # name of its tenant
+    is_over: bool = False  # the last update was sent
+    wants_receipt: bool = False
 
 
 @dataclass(slots=True)
@@ -63,18 +73,20 @@ class EngineService:
     publisher: KvEventPublisher | None = None  # of the cache's events
     transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
-    _live: dict[str, LiveRequest] = field(init=False, default_factory=dict)
+    _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
     _adapters: AdapterLoader = field(init=False)
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
+    _branches: BranchTable = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _pace: UpdatePace = field(init=False)
 
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
+        self._branches = BranchTable(self.llm.branches, self.send)
         self._embeddings = EmbeddingQueue(self.llm.engine)
         self._adapters = AdapterLoader(self.llm.engine.adapters)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
@@ -85,15 +97,10 @@ class EngineService:
         self.thread.stop()
         self._compiler.close()
         self._adapters.close()
-        self.close_tiers()
+        self.llm.engine.close_tiers()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
-
-    def close_tiers(self) -> None:
-        """Write the blocks that wait; the engine's thread has ended."""
-        if self.llm.engine.tiers is not None:
-            self.llm.engine.tiers.close()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
@@ -120,9 +127,14 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_base = not message.adapters  # prompts with adapters are computed here
-            is_fetched = self.transfer is not None and is_base and self.transfer.fetch(message, self._begin)
-            if not is_fetched:
+            is_fetched = (
+                self.transfer is not None
+                and not (message.branch or message.adapters)
+                and self.transfer.fetch(message, self._begin)
+            )
+            if not is_fetched and message.wants_receipt and "identity" not in vars(self.llm):
+                threading.Thread(target=self._identify_first, args=(message,), daemon=True).start()
+            elif not is_fetched:
                 self._begin(message)
         elif isinstance(message, m.Abort):
             if self.transfer is not None:
@@ -134,12 +146,19 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.BranchCall):
+            self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):
             self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Adapt):
             self._adapters.change(message, self.send)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _identify_first(self, message: m.Start) -> None:
+        """Digest the model beside the engine, which the first receipt needs: it reads all weights."""
+        _ = self.llm.identity
+        self._begin(message)
 
     def _begin(self, message: m.Start) -> None:
         """Queue a request, once its adapter is in memory and its grammar is compiled."""
@@ -218,7 +237,9 @@ class EngineService:
             self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))
 
     def expire_grammars(self) -> None:
-        """From any thread, now and then: refuse the requests whose grammar takes too long."""
+        """From any thread, now and then: refuse the requests whose grammar takes too long, and close old branches."""
+        if len(self._branches):
+            self.thread.post(lambda engine: self._branches.expire())
         now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
         for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
             self.thread.post(partial(self._refuse_late, request_id, error))
@@ -254,17 +275,23 @@ class EngineService:
         try:
             if message.is_beam_search:
                 request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
+            elif message.branch:
+                request = self._branches.start(engine, message, SamplingParams(**values), options)
             else:
-                request = add_or_fork(engine, message, without_text(SamplingParams(**values)), options)
+                own = SamplingParams(**values)
+                request = add_or_fork(engine, message, own if message.wants_receipt else without_text(own), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
-        count, is_late = len(request.sequences), is_chosen_late(request)
-        only_at_the_end = message.final_only or (is_late and not message.wants_steps)
+        count, chosen_late = len(request.sequences), is_chosen_late(request)
+        only_at_the_end = message.final_only or (chosen_late and not message.wants_steps)
         if message.wants_steps:
             request.steps = []
         self._unstarted.add(message.id)
-        live = LiveRequest(request, [0] * count, [False] * count, is_late, only_at_the_end, owner=message.owner)
+        live = _Live(
+            request, [request.num_given] * count, [False] * count, chosen_late, only_at_the_end, owner=message.owner
+        )
+        live.wants_receipt = message.wants_receipt
         self._live[message.id] = live
 
     def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
@@ -314,7 +341,11 @@ class EngineService:
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
         """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
-        urgent: list[LiveRequest] = []
+        urgent: list[_Live] = []
+        if self._branches.is_waiting:
+            for result in results:
+                if result.finished:
+                    self._branches.ended(result.request_id)
         if self._unstarted:
             for request_id in self._unstarted.intersection([result.request_id for result in results]):
                 live = self._live[request_id]
@@ -329,7 +360,7 @@ class EngineService:
         elif urgent:
             self._send_news(urgent)
 
-    def _send_news(self, lives: list[LiveRequest]) -> None:
+    def _send_news(self, lives: list[_Live]) -> None:
         updates: list[m.Update] = []
         entries = 0
         for live in lives:
@@ -344,7 +375,7 @@ class EngineService:
         if updates:
             self.send(m.Updates(updates))
 
-    def _update(self, live: LiveRequest) -> m.Update | None:
+    def _update(self, live: _Live) -> m.Update | None:
         request = live.request
         is_finished = request.is_finished
         pieces = self._pieces(live, is_finished)
@@ -358,12 +389,13 @@ class EngineService:
             if request.prompt_scores is not None:
                 update.prompt_scores = request.prompt_scores.packed()
         if is_finished:
-            update.ended = ended_of(request)
+            is_wanted = live.wants_receipt and request.error is None
+            update.ended = ended(request, self.llm.receipt(request) if is_wanted else None)
             live.is_over = True
             self._forget(request.request_id)
         return update
 
-    def _pieces(self, live: LiveRequest, is_finished: bool) -> list[m.NewTokens]:
+    def _pieces(self, live: _Live, is_finished: bool) -> list[m.NewTokens]:
         request = live.request
         if live.is_chosen_late:
             return final_pieces(request) if is_finished else []

@@ -97,7 +97,7 @@ def serve(connection: socket.socket) -> int:
     threading.Thread(target=beat, name="bifolio-beat", daemon=True).start()
     service.thread.run()
     stopped.set()
-    service.close_tiers()
+    service.llm.engine.close_tiers()
     outbox.close()
     return 0 if service.thread.failure is None else 1
 

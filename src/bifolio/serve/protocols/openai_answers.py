@@ -81,6 +81,7 @@ class Completion(msgspec.Struct):
     system_fingerprint: str | None = None
     steps: Steps | msgspec.UnsetType = msgspec.UNSET
     kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    receipt: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -169,6 +170,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     system_fingerprint: str | None = None
     kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    receipt: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):

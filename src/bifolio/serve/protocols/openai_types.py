@@ -129,6 +129,7 @@ class Generation(Strict, kw_only=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # smaller goes first
     cache_salt: Name | None = None  # share cached prefixes only with the same salt
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None  # seconds
+    receipt: bool = False  # the answer carries a receipt, which `bifolio replay` runs again
     kv_transfer_params: FreeJson | None = None  # prefill and decode on separate engines, in vLLM's terms
     # see IGNORED
     user: Name | None = None

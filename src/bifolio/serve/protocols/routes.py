@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import adapters, anthropic, llama_cpp, ollama, openai_responses
+from bifolio.serve.protocols import adapters, anthropic, branches, llama_cpp, ollama, openai_responses
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
+    *branches.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
     *adapters.ROUTES,

@@ -8,6 +8,7 @@ import msgspec
 
 from bifolio import __version__
 from bifolio.serve.http.errors import ErrorResponse
+from bifolio.serve.protocols import branch_types as b
 from bifolio.serve.protocols import openai_answers as r
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.adapters import LoadAdapterRequest, UnloadAdapterRequest
@@ -36,6 +37,17 @@ OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/ready", "get", "Whether requests would be served now", None, r.Health),
     ("/kv_transfer", "get", "Where the blocks of a prefill engine are served", None, r.BlockAddress),
 )
+BRANCH_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
+    ("/v1/branches", "post", "Hold a text in the engine as a branch", b.BranchOpen, b.BranchCard),
+    ("/v1/branches/{id}", "get", "A branch with its tokens", None, b.BranchCard),
+    ("/v1/branches/{id}", "delete", "Close a branch", None, b.ClosedBranch),
+    ("/v1/branches/{id}/fork", "post", "Fork a branch", b.BranchFork, b.BranchList),
+    ("/v1/branches/{id}/append", "post", "Append to a branch", b.BranchAppend, b.BranchCard),
+    ("/v1/branches/{id}/truncate", "post", "Cut a branch", b.BranchTruncate, b.BranchCard),
+    ("/v1/branches/{id}/generate", "post", "Generate behind a branch", b.BranchGenerate, r.Completion),
+    ("/v1/branches/{id}/score", "post", "Score continuations of a branch", b.BranchScore, b.ScoreList),
+)
+OPERATIONS += BRANCH_OPERATIONS
 # Other protocols: path, method, summary, request type. Their answers are described by their own documents.
 PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/v1/messages", "post", "Answer a conversation (Anthropic)", MessagesRequest),
@@ -81,7 +93,7 @@ def openapi_document() -> dict[str, Any]:
     describe(components)
     paths: dict[str, Any] = {}
     for path, method, summary, request, response in OPERATIONS:
-        paths[path] = {method: _operation(path, summary, request, response)}
+        paths.setdefault(path, {})[method] = _operation(path, summary, request, response)
     for path, method, summary, request in PROTOCOL_OPERATIONS:
         paths.setdefault(path, {})[method] = _protocol_operation(path, summary, request)
     plain = {"schema": {"type": "string"}}
@@ -121,8 +133,9 @@ def _operation(path: str, summary: str, request: Any, response: Any) -> dict[str
     }
     if request is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    if "{name}" in path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    for name in ("name", "id"):
+        if f"{{{name}}}" in path:
+            operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 

@@ -1,28 +1,15 @@
-"""Running requests of an engine, and their output as messages."""
+"""From sequences of the engine to the pieces of an update."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.api.outputs import returned_sequences
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A running request, and how much of each completion was sent."""
-
-    request: Request
-    sent_tokens: list[int]
-    ended: list[bool]
-    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
-    final_only: bool = False
-    sent_first: bool = False
-    owner: str = ""  # name of its tenant
-    is_over: bool = False  # the last update was sent
 
 
 def packed(token_ids: list[int]) -> bytes:
@@ -57,7 +44,7 @@ def final_pieces(request: Request) -> list[m.NewTokens]:
     ]
 
 
-def ended_of(request: Request) -> m.Ended:
+def ended(request: Request, receipt: dict[str, Any] | None = None) -> m.Ended:
     metrics = request.metrics
     return m.Ended(
         metrics.queue_time,
@@ -67,4 +54,5 @@ def ended_of(request: Request) -> m.Ended:
         metrics.num_preemptions,
         request.error,
         request.fault,
+        receipt,
     )

@@ -1,0 +1,76 @@
+"""The options of `bifolio serve` with several models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from bifolio.cli import commands
+from bifolio.cli.serve_checks import changed, written
+
+if TYPE_CHECKING:
+    from bifolio.cli.options import BatchEngine
+    from bifolio.cli.serve import ServerOptions
+    from bifolio.serve.several.settings import SeveralModels
+
+# Options of the server that one engine behind it needs.
+OF_ONE_ENGINE = ("name", "engine", "engine_secret_file", "replicas", "prefill_replicas", "front_ends", "role",
+                 "kv_events", "metrics_compat")  # fmt: skip
+BUDGET = 0.8  # of the free memory
+
+
+@dataclass(frozen=True)
+class SeveralOptions:
+    """Models that share one server and a budget of memory."""
+
+    HEADING: ClassVar[str] = "several models"
+
+    models_dir: Annotated[
+        Path | None, commands.option("--models-dir", help="Serve every model in this folder, on demand.")
+    ] = None
+    models_memory: Annotated[
+        str | None,
+        commands.option(
+            "--models-memory", help="The most memory of all loaded models; default: 80 % of the free memory."
+        ),
+    ] = None
+    keep: Annotated[
+        list[str] | None, commands.option("--keep", help="Name of a model that stays loaded; repeatable.")
+    ] = None
+    keep_alive: Annotated[
+        str | None,
+        commands.option("--keep-alive", help="Unload a model this long after its last request, such as 5m."),
+    ] = None
+    models_wait: Annotated[
+        float,
+        commands.option("--models-wait", help="Seconds that a request waits for its model to load.", advanced=True),
+    ] = 120.0
+
+    def settings(self, models: Sequence[str], server: ServerOptions, engine: BatchEngine) -> SeveralModels | None:
+        """The models and their limits; None for a server of one model."""
+        from bifolio.engine.memory import free_memory, read_size
+        from bifolio.errors import ConfigError
+        from bifolio.serve.several.application import seconds_of
+        from bifolio.serve.several.settings import CACHE_BYTES, SeveralModels, find_models
+
+        if len(models) < 2 and self.models_dir is None:
+            for name in changed(self):
+                raise ConfigError(
+                    f"{written(self, name)} is for several models: pass --model twice or more, or --models-dir"
+                )
+            return None
+        for name in changed(server):
+            if name in OF_ONE_ENGINE:
+                raise ConfigError(f"{written(server, name)} cannot be combined with several models: leave it out")
+        cache_bytes = read_size(engine.memory) or CACHE_BYTES
+        budget = read_size(self.models_memory) or int(BUDGET * free_memory())
+        return SeveralModels(
+            find_models(models, self.models_dir, cache_bytes),
+            budget,
+            cache_bytes,
+            frozenset(self.keep or ()),
+            None if self.keep_alive is None else seconds_of(self.keep_alive),
+            self.models_wait,
+        )
