@@ -31,7 +31,6 @@ from bifolio.kernels.interface import (
     HeadLinear,
     Heads,
     Linear,
-    LowRank,
     Network,
     Norm,
     Recurrence,
@@ -43,11 +42,10 @@ from bifolio.kernels.interface import (
     XieluCoefficients,
 )
 from bifolio.kernels.recurrence import recur, scan
+from bifolio.kernels.reference_adapters import DOWN, UP, changed, of_expert
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
-
-UP, DOWN = 0, 1  # sites of the products of one expert
 
 
 class ReferenceKernels(HostArrays):
@@ -120,7 +118,7 @@ class ReferenceKernels(HostArrays):
     def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
         for number, adapter in enumerate(adapters.loaded):
             rows = np.flatnonzero(adapters.rows == number)
-            y = _changed(y, x, rows, adapter.products.get(site, ()))
+            y = changed(y, x, rows, adapter.products.get(site, ()))
         return y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
@@ -268,7 +266,7 @@ class ReferenceKernels(HostArrays):
         for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             tokens, choices = np.nonzero(routing.experts == number)
             if len(tokens):
-                own = None if adapters is None else _of_expert(adapters, tokens, experts.site, number)
+                own = None if adapters is None else of_expert(adapters, tokens, experts.site, number)
                 hidden = self.linear(x[tokens], up)
                 hidden = hidden if own is None else self.adapt(hidden, x[tokens], UP, own)
                 hidden = (self.act_mul if experts.gated else self.act)(hidden, experts.activation)
@@ -304,24 +302,6 @@ class ReferenceKernels(HostArrays):
         xp = array_namespace(y)
         y = _as_float32(xp, y)
         return xp.tanh(y / softcap) * softcap if softcap else y
-
-
-def _changed(y: Array, x: Array, rows: np.ndarray, parts: tuple[LowRank, ...]) -> Array:
-    """y with the changes of one adapter to these rows."""
-    if not len(rows) or not parts:
-        return y
-    y = np.array(y)
-    for part in parts:
-        change = (x[rows] @ np.float32(part.down).T) @ np.float32(part.up).T
-        change = change if part.bias is None else change + part.bias
-        y[rows, part.column : part.column + change.shape[1]] += change
-    return y
-
-
-def _of_expert(adapters: AdapterUse, tokens: np.ndarray, site: int, number: int) -> AdapterUse:
-    """The adapters of the tokens of one expert, whose two products are the sites `UP` and `DOWN`."""
-    each = [adapter.experts[site][number] if site in adapter.experts else ((), ()) for adapter in adapters.loaded]
-    return AdapterUse(tuple(Adapter({UP: up, DOWN: down}) for up, down in each), adapters.rows[tokens])
 
 
 def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
