@@ -196,9 +196,30 @@ void multiply_groups(Member& m, Rows x, int64_t top_k, const Order& order, const
   });
 }
 
+// The adapters of the rows of one expert.
+struct AdaptedExperts {
+  const AdapterUse* use;  // null: none
+  int64_t site;
+
+  // Whether an adapter of the batch changes these experts.
+  bool any() const {
+    return use && std::any_of(use->loaded.begin(), use->loaded.end(), [&](const AdapterWeights* each) { return each->experts_of(site) != nullptr; });
+  }
+  // y += up (down x) for the rows at the places from `first` on, by the product of the expert that `side` names.
+  void add(Member& m, Rows y, Rows x, const Order& order, int64_t top_k, int64_t first, size_t expert, std::vector<LowRank> ExpertAdapter::*side,
+           Workspace& workspace) const {
+    if (!use) return;
+    adapt(m, y, x, adapted_rows(y.count, [&](int64_t row) -> const std::vector<LowRank>* {
+      const AdapterWeights* adapter = use->of(order.pair_at[size_t(first + row)] / top_k);
+      const auto* experts = adapter ? adapter->experts_of(site) : nullptr;
+      return experts && expert < experts->size() && !((*experts)[expert].*side).empty() ? &((*experts)[expert].*side) : nullptr;
+    }), workspace);
+  }
+};
+
 // The same, one expert after the other with the products of dense layers.
 void multiply_each(Member& m, Rows x, int64_t top_k, const Order& order, const ExpertWeights& experts, Rows inputs, Rows hidden, Rows outputs,
-                   Workspace& workspace) {
+                   Workspace& workspace, const AdaptedExperts& adapted) {
   each_row(m, inputs.count, inputs.width, [&](int64_t place) {
     std::memcpy(inputs.row(place), x.row(order.pair_at[size_t(place)] / top_k), size_t(x.width) * sizeof(float));
   });
@@ -209,8 +230,10 @@ void multiply_each(Member& m, Rows x, int64_t top_k, const Order& order, const E
     const int64_t outputs_of_up = experts.up[e]->out_features(), width = round_up(outputs_of_up, 16);
     const Rows products{workspace.products.array<float>(size_t(count * width)), count, outputs_of_up, width};
     linear(m, some_rows(inputs, first, count), *experts.up[e], products, workspace);
+    adapted.add(m, products, some_rows(inputs, first, count), order, top_k, first, e, &ExpertAdapter::up, workspace);
     (experts.has_gates() ? act_mul : act)(m, products, experts.activation, some_rows(hidden, first, count));
     linear(m, some_rows(hidden, first, count), *experts.down[e], some_rows(outputs, first, count), workspace);
+    adapted.add(m, some_rows(outputs, first, count), some_rows(hidden, first, count), order, top_k, first, e, &ExpertAdapter::down, workspace);
   }
 }
 
@@ -220,7 +243,8 @@ void route(Member& m, Rows logits, const RouterConstants& router, Rows routing) 
   each_row(m, logits.count, 16 * logits.width, [&](int64_t row) { route_row(logits.row(row), router, routing.row(row), m.scratch()); });
 }
 
-void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWeights& experts, Rows out, Workspace& workspace) {
+void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWeights& experts, Rows out, Workspace& workspace,
+                 const AdapterUse* adapters, int64_t site) {
   if (x.count == 0) return;
   const Order order(routing, top_k, int64_t(experts.up.size()));
   const int64_t pairs = x.count * top_k;
@@ -230,7 +254,9 @@ void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWei
   };
   const Rows inputs = rows(workspace.gathered, x.width), hidden = rows(workspace.hidden, experts.down[0]->in_features());
   const Rows outputs = rows(workspace.outputs, out.width);
-  (experts.is_gated ? multiply_groups : multiply_each)(m, x, top_k, order, experts, inputs, hidden, outputs, workspace);
+  const AdaptedExperts adapted{adapters, site};
+  if (experts.is_gated && !adapted.any()) multiply_groups(m, x, top_k, order, experts, inputs, hidden, outputs, workspace);
+  else multiply_each(m, x, top_k, order, experts, inputs, hidden, outputs, workspace, adapted);
   each_row(m, x.count, out.width * top_k, [&](int64_t token) {
     const float* weights = routing.row(token) + top_k;
     float* sum = out.row(token);

@@ -1,6 +1,7 @@
 // Mixtures of experts: the choice of experts for each token, and the weighted sum of their MLPs.
 #pragma once
 
+#include "adapters.h"
 #include "ops.h"
 
 namespace bifolio {
@@ -35,6 +36,8 @@ void route(Member& m, Rows logits, const RouterConstants& router, Rows routing);
 
 // out = the weighted sum of the outputs of each row's experts, in the order of the choice. Rows are grouped by expert; the
 // weights of an expert are read once for (at most 512 of) its rows.
-void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWeights& experts, Rows out, Workspace& workspace);
+// `adapters`: of the experts at `site`; null: none.
+void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWeights& experts, Rows out, Workspace& workspace,
+                 const AdapterUse* adapters = nullptr, int64_t site = 0);
 
 }  // namespace bifolio

@@ -110,6 +110,14 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
                               const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
                               float temperature, int64_t temperature_period);
 
+// One adapter; its number is never used again.
+struct AdapterHolder {
+  AdapterHolder(nb::list products, nb::list experts);
+  nb::list keep;
+  AdapterWeights weights;
+  uint64_t number;
+};
+
 // The memory of the ranks of tensor parallelism.
 struct RanksHolder {
   RanksHolder(nb::handle memory, int rank, int size);

@@ -9,8 +9,6 @@ using namespace nanobind::literals;
 namespace bifolio {
 namespace {
 
-constexpr int64_t kMaxExperts = 1 << 16;
-
 // gate_columns takes gate and up in one piece, in whole quant blocks, and activations of one byte.
 bool can_gate_columns(const LinearWeights& up, const LinearWeights& down) {
   return up.pieces().size() == 1 && down.pieces().size() == 1 && down.in_features() % kQuantBlock == 0 && planes_of(up) == 1 && planes_of(down) == 1;
@@ -34,11 +32,14 @@ Register record_route(ProgramHolder& self, Register logits, const RouterHolder& 
 }
 
 // The routing is of route, or rows of the caller whose experts are checked when the program runs.
-Register record_mix_experts(ProgramHolder& self, Register x, Register routing, const ExpertsHolder& holder) {
+// `site`: of the adapters of these experts; -1: they have none.
+Register record_mix_experts(ProgramHolder& self, Register x, Register routing, const ExpertsHolder& holder, int64_t site) {
   const ExpertWeights& experts = self.hold(holder).experts;
   const auto num_experts = int64_t(experts.up.size());
   self.require_register("x", x, experts.in_features());
   self.require_rows_alike("x", x, "routing", routing);
+  require_between("site", site, -1, kMaxSites - 1);
+  if (site >= 0) self.require_tokens("x", x), self.adapted_experts.emplace_back(site, &experts);
   const int64_t width = self.program.width(routing);
   const auto found = self.routings.find(routing);
   if (found != self.routings.end()) {
@@ -49,7 +50,7 @@ Register record_mix_experts(ProgramHolder& self, Register x, Register routing, c
     self.given_routings.emplace_back(routing, num_experts);
   }
   return self.record("mix_experts", {x, routing}, self.program.like(x, experts.out_features()), [=, &experts](const Call& c) {
-    mix_experts(c.m, c.in(0), c.in(1), width / 2, experts, c.out(), c.workspace);
+    mix_experts(c.m, c.in(0), c.in(1), width / 2, experts, c.out(), c.workspace, site < 0 ? nullptr : c.step.adapters, site);
   });
 }
 
@@ -100,7 +101,7 @@ void bind_experts(nb::module_& m, ProgramClass& program) {
            array("expert_scales") = nb::none(), "band"_a = 0.0f);
   nb::class_<ExpertsHolder>(m, "Experts").def(nb::init<nb::list, nb::list, int>(), "up"_a, "down"_a, "activation"_a);
   program.def("route", recording(&record_route), "logits"_a, "router"_a)
-      .def("mix_experts", recording(&record_mix_experts), "x"_a, "routing"_a, "experts"_a);
+      .def("mix_experts", recording(&record_mix_experts), "x"_a, "routing"_a, "experts"_a, "site"_a = -1);
 }
 
 }  // namespace bifolio

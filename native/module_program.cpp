@@ -32,6 +32,8 @@ struct BatchArrays {
   std::vector<Tables> tables;
   std::optional<Queries> queries;
   std::optional<StateArrays> states;
+  Ints adapter_rows;
+  AdapterUse adapters;
 
   // Of each token. A program that reads them needs them; others take no notice.
   template <class A, class T>
@@ -114,10 +116,29 @@ void set_states(const ProgramHolder& self, BatchArrays& batch, const CacheHolder
   batch.step.state_layers = &states->layers;
 }
 
+// The adapter of each token.
+void set_adapters(ProgramHolder& self, BatchArrays& batch, const nb::list& adapters, nb::handle rows) {
+  if (rows.is_none()) return;
+  batch.adapter_rows = ints("adapter_rows", rows);
+  require_length("adapter_rows", batch.adapter_rows, batch.step.num_tokens);
+  for (nb::handle each : adapters) {
+    const AdapterHolder* adapter = nullptr;
+    require(nb::try_cast(each, adapter) && adapter, "adapters must hold objects of Adapter");
+    self.require_adapter(*adapter);
+    batch.adapters.loaded.push_back(&adapter->weights);
+  }
+  const auto count = int32_t(batch.adapters.loaded.size());
+  for (int64_t i = 0; i < batch.step.num_tokens; ++i)
+    require(batch.adapter_rows.data()[i] >= -1 && batch.adapter_rows.data()[i] < count, "adapter_rows[", i, "] is ", batch.adapter_rows.data()[i],
+            " and must be -1 or below ", count, ", the number of adapters");
+  batch.adapters.rows = batch.adapter_rows.data();
+  batch.step.adapters = &batch.adapters;
+}
+
 std::vector<double> run(ProgramHolder& self, const CacheHolder* cache, nb::handle ids, nb::handle positions, nb::handle slots,
                         nb::handle logit_rows, const nb::list& segments, bool share, const nb::list& given, const nb::list& results,
                         nb::handle taps, PoolHolder* pool, const StatesHolder* states, nb::handle starts, nb::handle reads,
-                        nb::handle writes, bool profile) {
+                        nb::handle writes, bool profile, const nb::list& adapters, nb::handle adapter_rows) {
   require(self.program.is_complete(), "the program is not complete: record finish before it is run");
   BatchArrays batch;
   Step& step = batch.step;
@@ -136,6 +157,7 @@ std::vector<double> run(ProgramHolder& self, const CacheHolder* cache, nb::handl
   set_arrays(self, batch);
   set_cache(self, batch, cache, segments, share);
   set_states(self, batch, cache, states, starts, reads, writes);
+  set_adapters(self, batch, adapters, adapter_rows);
   if (!taps.is_none()) {
     batch.taps = output("taps", taps);
     require(self.taps_width > 0, "taps is for programs that record tap");
@@ -157,7 +179,7 @@ void bind_program(nb::module_& m) {
       .def("run", &run, "cache"_a.none() = nb::none(), array("ids") = nb::none(), array("positions") = nb::none(),
            array("slots") = nb::none(), array("logit_rows") = nb::none(), "segments"_a = nb::list(), "share"_a = true,
            "given"_a = nb::list(), "results"_a = nb::list(), array("taps") = nb::none(), pool_argument(), "states"_a.none() = nb::none(),
-           array("starts") = nb::none(), array("reads") = nb::none(), array("writes") = nb::none(), "profile"_a = false)
+           array("starts") = nb::none(), array("reads") = nb::none(), array("writes") = nb::none(), "profile"_a = false, "adapters"_a = nb::list(), array("adapter_rows") = nb::none())
       .def("width", [](const ProgramHolder& self, Register x) {
         self.require_register("x", x);
         return self.program.width(x);
@@ -171,6 +193,7 @@ void bind_program(nb::module_& m) {
   bind_latent(m, program);
   bind_experts(m, program);
   bind_recurrence(m, program);
+  bind_adapters(m, program);
 }
 
 }  // namespace bifolio

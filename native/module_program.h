@@ -1,6 +1,9 @@
 // A program while it is recorded from Python: its checks, shared by the files that bind its operations.
 #pragma once
 
+#include <set>
+#include <tuple>
+
 #include "module.h"
 #include "program.h"
 
@@ -20,6 +23,9 @@ struct ProgramHolder {
   std::vector<std::pair<int64_t, const RecurrenceWeights*>> recurrences;
   std::map<Register, int64_t> routings;  // registers of route, and the number of experts
   std::vector<std::pair<Register, int64_t>> given_routings;  // given registers that name experts, and their number
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> adapted;                  // site, inputs and outputs of each product
+  std::vector<std::pair<int64_t, const ExpertWeights*>> adapted_experts;     // by site
+  std::set<uint64_t> fitting;                                                // numbers of adapters that were checked
   size_t num_given = 0;    // registers that are rows of the caller
   int64_t taps_width = 0;  // of the widest array that the taps fill; 0: there are none
 
@@ -49,6 +55,8 @@ struct ProgramHolder {
     require_register(other, y, program.width(x));
     require_rows_alike(name, x, other, y);
   }
+
+  void require_adapter(const AdapterHolder& adapter);  // it fits the products of the program
 
   // -- recording ------------------------------------------------------------------------------------------------------------
   template <class T>
@@ -81,5 +89,6 @@ void bind_attention(ProgramClass& program);
 void bind_latent(nb::module_& m, ProgramClass& program);
 void bind_experts(nb::module_& m, ProgramClass& program);
 void bind_recurrence(nb::module_& m, ProgramClass& program);
+void bind_adapters(nb::module_& m, ProgramClass& program);
 
 }  // namespace bifolio

@@ -98,6 +98,7 @@ struct Workspace {
   Scratch partials, residuals, planes;
   Scratch gathered, hidden, outputs, products;  // rows of experts
   Scratch convolved, gates;  // rows of recurrent layers
+  Scratch low_rank;  // rows between the two products of adapters
 };
 
 void act(Member& m, Rows x, Activation activation, Rows out);

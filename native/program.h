@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "ops.h"
 #include "recurrence.h"
 
@@ -24,6 +25,7 @@ struct Step {
   const std::vector<KvLayer>* layers = nullptr;           // null: keys and values are not written
   const std::vector<StateLayer>* state_layers = nullptr;  // null: every sequence continues the empty state
   StateUse states{};
+  const AdapterUse* adapters = nullptr;  // null: no token has one
   std::vector<float*> arrays;  // of the given registers, then of the results
   float* taps = nullptr;       // [t, taps_width], null: taps are not read
   int64_t taps_width = 0;

@@ -27,6 +27,7 @@ _HOME = {
     "GuidedDecodingParams": "bifolio.structured_outputs",
     "TextPrompt": "bifolio.prompts",
     "TokensPrompt": "bifolio.prompts",
+    "LoRARequest": "bifolio.api.lora",
     "Logprob": "bifolio.api.outputs",
     "BeamSearchParams": "bifolio.beam_params",
     "PoolingParams": "bifolio.pooling_params",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from bifolio.api.engine_args import EngineArgs as EngineArgs
     from bifolio.api.language_model import LanguageModel as LanguageModel
     from bifolio.api.llm import LLM as LLM
+    from bifolio.api.lora import LoRARequest as LoRARequest
     from bifolio.api.outputs import CompletionOutput as CompletionOutput
     from bifolio.api.outputs import Logprob as Logprob
     from bifolio.api.outputs import RequestOutput as RequestOutput

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.adapter_salt import salt_of_adapter
 from bifolio.errors import FaultKind
 from bifolio.images import Mark, PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
@@ -281,6 +282,7 @@ class RequestOptions(TypedDict, total=False):
     owner: str
     salt: bytes
     second_start: int
+    adapter: Any
     num_given: int
     score_from: int
     images: tuple[PromptImage, ...]
@@ -304,6 +306,7 @@ class Request:
     num_given: int = 0  # output tokens that were known before: the last ones of the tokens that it was added with
     score_from: int = 0  # prompt logprobs are those of the tokens after this position
     rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)
+    adapter: Any = None  # the low-rank adapter of its network (`engine.adapters.LoadedAdapter`); None: the base
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
     prompt_scores: LogprobRecords | None = None  # of the prompt's tokens from the second on, as far as computed
@@ -330,8 +333,8 @@ class Request:
 
     @property
     def cache_salt(self) -> bytes:
-        """The salt of the digests of its blocks: keys that the two sets of LongRoPE rotated are never shared."""
-        return salt_of_rope(self.rope, self.salt)
+        """The salt of the digests of its blocks: two adapters, or the two sets of LongRoPE, never share keys."""
+        return salt_of_adapter(self.adapter, salt_of_rope(self.rope, self.salt))
 
     def marks_until(self, end: int) -> tuple[Mark, ...]:
         """The marks of the first `end` tokens."""

@@ -20,7 +20,7 @@ import pytest
 from bifolio.cli import commands, gguf
 from bifolio.cli.main import build_app
 from bifolio.cli.option_values import NO_VARIABLE, OF_TESTS, VARIABLES
-from bifolio.cli.options import BatchEngine
+from bifolio.cli.options import Adapters, BatchEngine
 from bifolio.cli.serve import ServerOptions
 from bifolio.cli.serve_checks import check_combined
 from bifolio.errors import BifolioError, ConfigError
@@ -171,7 +171,7 @@ def decides(name: str, value: Any) -> bool:
         try:
             server = ServerOptions(**{**base, name: value})
             found = repr(server.settings())
-            check_combined(server, BatchEngine())
+            check_combined(server, BatchEngine(), Adapters())
         except (BifolioError, commands.BadParameter, ValueError):
             continue
         if found != plain:
@@ -195,10 +195,10 @@ def decides(name: str, value: Any) -> bool:
 )
 def test_options_of_the_server_that_need_others(options: Any, engine: Any, sentence: str) -> None:
     if not sentence:
-        check_combined(ServerOptions(**options), BatchEngine(**engine))
+        check_combined(ServerOptions(**options), BatchEngine(**engine), Adapters())
         return
     with pytest.raises(ConfigError, match=sentence):
-        check_combined(ServerOptions(**options), BatchEngine(**engine))
+        check_combined(ServerOptions(**options), BatchEngine(**engine), Adapters())
 
 
 def test_options_of_one_prompt_are_refused_with_a_file(tmp_path: Path) -> None:

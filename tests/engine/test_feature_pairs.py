@@ -8,18 +8,22 @@ on and in company; tokens, texts and ends must be equal, and the features must r
 from __future__ import annotations
 
 import itertools
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.kernels.reference import ReferenceKernels
+from bifolio.model.adapters.layout import traced_layers
+from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loader import load_model
 from bifolio.sequence import Request
 from draft_heads import eagle_folder
-from helpers import tiny_folder, tiny_model, tiny_tokenizer
+from helpers import fresh_folder, tiny_folder, tiny_model, tiny_tokenizer
 
 PROMPT = "the little fox read the little fox read the"
 WINDOW = 6
@@ -44,6 +48,7 @@ CHOOSING: dict[str, dict[str, Any]] = {
     "MLA": {},
     "attention sinks": {},
     "hybrid": {},
+    "adapter": {},
 }
 NETWORKS = {
     "sliding window": "", "mixture-of-experts": "qwen3moe", "MLA": "deepseek2", "attention sinks": "gptoss",
@@ -113,14 +118,49 @@ def stop_text(features: frozenset[str]) -> str:
     return text[-5:-2]
 
 
+@cache
+def adapter(features: frozenset[str]) -> Path:
+    """Changes of matrices that the network has."""
+    config, rng = load_model(folder(features)).config, np.random.default_rng(5)
+    wanted, tensors = {"q_proj", "o_proj", "q_a_proj", "down_proj", "gate_proj", "in_proj", "w1"}, {}
+    for layer in traced_layers(config, "hf"):
+        for linear in (
+            layer.qkv,
+            layer.output,
+            layer.up,
+            layer.down,
+            *(() if layer.latent is None else (layer.latent.query_down,)),
+            *(() if layer.recurrent is None else (layer.recurrent.input,)),
+        ):
+            for part in linear.parts:
+                module = part.name.removesuffix(".weight")
+                if module.rpartition(".")[2] in wanted:
+                    shapes = {"A": (2, part.whole[1]), "B": (part.whole[0], 2)}
+                    for side, shape in shapes.items():
+                        values = rng.standard_normal(shape).astype(np.float32) * np.float32(0.2)
+                        tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": sorted(wanted)}
+    path = fresh_folder("pair-adapter")
+    (path / "adapter_config.json").write_text(json.dumps(values))
+    write_safetensors(path / "adapter_model.safetensors", tensors)
+    return path
+
+
+def adapter_of(llm: LLM, features: frozenset[str]) -> Any:
+    if "adapter" not in features:
+        return None
+    return llm.engine.adapters.load("a", adapter(features & frozenset(NETWORKS)))
+
+
 def add(llm: LLM, features: frozenset[str]) -> Request:
-    options = choosing(features)
+    options, own = choosing(features), adapter_of(llm, features)
     tokens = llm.model.require_tokenizer().encode(PROMPT)
     if "beams" in features:
         returned = options.pop("n", None)
         width = BeamSearchParams(4, num_return_sequences=returned, length_penalty=-1.0, **options)
-        return llm.engine.add_beam_search("request", tokens, width)
-    return llm.engine.add_request("request", tokens, SamplingParams(temperature=0.8, seed=11, **options))
+        return llm.engine.add_beam_search("request", tokens, width, adapter=own)
+    params = SamplingParams(temperature=0.8, seed=11, **options)
+    return llm.engine.add_request("request", tokens, params, adapter=own)
 
 
 def drain(llm: LLM) -> None:
@@ -164,7 +204,8 @@ def test_pair(first: str, second: str) -> None:
     company = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     tokens = llm.model.require_tokenizer().encode(PROMPT)
     if "prefix hit" in pair:
-        engine.add_request("before", tokens, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        before = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        engine.add_request("before", tokens, before, adapter=adapter_of(llm, pair))
         drain(llm)
     for number in range(4):
         engine.add_request(f"older {number}", [*tokens[number:], 5 + number], company)

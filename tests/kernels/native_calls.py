@@ -327,6 +327,11 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.gate": gated,
     "Program.route": lambda: {"self": (own := routed())["self"], "logits": own["routing"] - 1, "router": router()},
     "Program.mix_experts": routed,
+    "Adapter": lambda: {
+        "products": [(3, 0, linear(8, WIDTH), linear(48, 8))],
+        "experts": [(5, 1, 0, 16, linear(4, WIDTH), linear(16, 4))],
+    },
+    "Program.adapt": lambda: recording(y="qkv", x="x", site=3),
     "Program.head_linear": lambda: recording(x="x", heads=heads(), start=4),
     "Program.join_latent": joined,
     "Program.width": lambda: recording(x="x"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
+import adapter_cases
 import attention_cases
 import device_cases
 import expert_cases
@@ -22,6 +23,7 @@ from bifolio.kernels.reference import ReferenceKernels
 
 __all__ = [
     "CASES",
+    "adapter_cases",
     "attention_cases",
     "check_operation",
     "device_cases",

@@ -113,10 +113,12 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Once", **CPP},
         {"prompt": "Once", "repeat_penalty": 1.5, "dry_multiplier": 0.5, **CPP},
         {"prompt": "Once", **CPP, "stream": True},
+        {"prompt": "Once", **CPP, "lora": [{"id": 0, "scale": 0.25}]},
     ],
     "/infill": [
         {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "Once"}], **CPP},
         {"input_prefix": "a", "input_suffix": "b", "repeat_penalty": 1.5, "dry_multiplier": 0.5, **CPP},
         {"input_prefix": "a", "input_suffix": "b", **CPP, "stream": True},
+        {"input_prefix": "a", "input_suffix": "b", **CPP, "lora": [{"id": 0, "scale": 0.25}]},
     ],
 }  # fmt: skip

@@ -17,6 +17,7 @@ from probes import WORD, Probe, probes
 from serving import running_server
 from silence_cases import REQUESTS
 
+from adapter_files import adapter_folder
 from bifolio.serve.http.errors import ApiError
 from bifolio.serve.http.exchange import decode
 from bifolio.serve.http.generation import Job, Run
@@ -76,8 +77,10 @@ def observe() -> Iterator[Observe]:
         jobs.append(self.job)
         start(self)
 
+    folder = rich_folder()
+    engine = {"model": str(folder), "lora_modules": {"a": str(adapter_folder(folder))}}
     with (
-        running_server(engine={"model": str(rich_folder())}, allow_priority=True) as server,
+        running_server(engine=engine, allow_priority=True) as server,
         pytest.MonkeyPatch.context() as patch,
         server.http() as http,
     ):

@@ -14,7 +14,7 @@ from bifolio.api.branch import AsyncBranch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_args import EngineArgs
 from bifolio.api.generation import Generation, GrowingOutput
-from bifolio.api.llm import LLM
+from bifolio.api.llm import LLM, LoRA
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.api.prompts import Prompt, as_prompts, beam_params
 from bifolio.api.shared_engine import Start
@@ -77,6 +77,7 @@ class AsyncLLM:
         *,
         prompt: Prompt | None = None,
         priority: int = 0,
+        lora_request: LoRA = None,
     ) -> Generation:
         """Complete every prompt.
 
@@ -88,8 +89,8 @@ class AsyncLLM:
             raise RequestError("prompt is another name of prompts: pass one of them")
         wanted: Any = prompts if prompt is None else prompt
         return Generation(
-            lambda: self._finished(wanted, sampling_params, priority, request_id),
-            lambda: self._growing(wanted, sampling_params, priority, request_id),
+            lambda: self._finished(wanted, sampling_params, priority, request_id, lora_request),
+            lambda: self._growing(wanted, sampling_params, priority, request_id, lora_request),
         )
 
     async def open(self, prompt: Prompt) -> AsyncBranch:
@@ -104,10 +105,12 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Run a beam search for every prompt, as `LLM.beam_search` does."""
         batch = as_prompts(prompts)
-        return await self._ended(*await self._add(batch, beam_params(params, len(batch)), 0, request_id))
+        return await self._ended(*await self._add(batch, beam_params(params, len(batch)), 0, request_id, lora_request))
 
     async def run_requests(self, starts: Sequence[Start]) -> list[Request]:
         """Run the requests that these functions make, all or none, until they are finished."""
@@ -125,8 +128,10 @@ class AsyncLLM:
         """Call a function between two steps."""
         return await asyncio.wrap_future(self.thread.call(lambda engine: function()))
 
-    async def _finished(self, prompts: Any, params: Any, priority: int, request_id: str | None) -> list[RequestOutput]:
-        return await self._ended(*await self._start(prompts, params, priority, request_id))
+    async def _finished(
+        self, prompts: Any, params: Any, priority: int, request_id: str | None, lora_request: LoRA
+    ) -> list[RequestOutput]:
+        return await self._ended(*await self._start(prompts, params, priority, request_id, lora_request))
 
     async def _ended(self, requests: list[Request], channel: _Channel) -> list[RequestOutput]:
         try:
@@ -137,9 +142,9 @@ class AsyncLLM:
             self._forget(requests)
 
     async def _growing(
-        self, prompts: Any, params: Any, priority: int, request_id: str | None
+        self, prompts: Any, params: Any, priority: int, request_id: str | None, lora_request: LoRA
     ) -> AsyncIterator[RequestOutput]:
-        requests, channel = await self._start(prompts, params, priority, request_id)
+        requests, channel = await self._start(prompts, params, priority, request_id, lora_request)
         growing = {request.request_id: GrowingOutput(request, self.llm.decode_token) for request in requests}
         open_ends = sum(len(request.sequences) for request in requests)
         try:
@@ -158,9 +163,10 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRA = None,
     ) -> AsyncIterator[tuple[int, StepResult]]:
         """Yield (index of the prompt, `StepResult`) after every step. Leaving the loop aborts the requests."""
-        requests, channel = await self._start(prompts, sampling_params, priority)
+        requests, channel = await self._start(prompts, sampling_params, priority, None, lora_request)
         number = {request.request_id: index for index, request in enumerate(requests)}
         open_ends = sum(len(request.sequences) for request in requests)
         try:
@@ -177,13 +183,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
             await asyncio.to_thread(self.llm.chat_prompt, conversation, tools=tools) for conversation in conversations
         ]
-        return await self.generate(prompts, sampling_params)
+        return await self.generate(prompts, sampling_params, lora_request=lora_request)
 
     # -- state --------------------------------------------------------------------------------------------------------
     def default_params(self, **explicit: Any) -> SamplingParams:
@@ -226,10 +233,11 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int,
-        request_id: str | None = None,
+        request_id: str | None,
+        lora_request: LoRA,
     ) -> tuple[list[Request], _Channel]:
         batch = as_prompts(prompts)
-        return await self._add(batch, self.llm.params_for(batch, params), priority, request_id)
+        return await self._add(batch, self.llm.params_for(batch, params), priority, request_id, lora_request)
 
     async def _add(
         self,
@@ -237,18 +245,22 @@ class AsyncLLM:
         each: Sequence[SamplingParams | BeamSearchParams],
         priority: int,
         request_id: str | None,
+        lora_request: LoRA,
     ) -> tuple[list[Request], _Channel]:
         """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
         inputs, each = await asyncio.to_thread(lambda: self.llm.resolved(batch, each))
+        adapters = await asyncio.to_thread(self.llm.adapters_for, lora_request, len(batch))
         ids = [f"async-{next(self._ids)}" for _ in batch]
         if request_id is not None:
             ids = [request_id if not number else f"{request_id}-{number}" for number in range(len(batch))]
-        every = list(zip(ids, inputs, each, strict=True))
+        every = list(zip(ids, inputs, each, adapters, strict=True))
         return await self._added(
             ids,
             lambda engine: (
-                engine.add_request(new_id, own.token_ids, one, prompt=own.text, images=own.images, priority=priority)
-                for new_id, own, one in every
+                engine.add_request(
+                    new_id, own.token_ids, one, prompt=own.text, images=own.images, priority=priority, adapter=adapter
+                )
+                for new_id, own, one, adapter in every
             ),
         )
 

@@ -17,7 +17,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import BranchCall, BranchReply, Control, Hello, Picture, Pooling, Recalled, Start
+from bifolio.api.messages import (
+    AdapterInfo,
+    BranchCall,
+    BranchReply,
+    Control,
+    Hello,
+    Picture,
+    Pooling,
+    Recalled,
+    Start,
+)
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -49,6 +59,11 @@ class EngineClient(Protocol):
     @property
     def hello(self) -> Hello | None:
         """The sizes of the engine that is ready; None while there is none."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The low-rank adapters of the engine, as of the last heartbeat."""
         ...
 
     @property
@@ -108,6 +123,10 @@ class EngineClient(Protocol):
 
     async def recall(self, name: str, owner: str, *, drops: bool = False) -> Recalled:
         """A stored conversation of this owner; with an empty body if there is none."""
+        ...
+
+    async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:
+        """Load an adapter, or forget its name where there is no path; other requests go on."""
         ...
 
     async def branch(self, call: BranchCall) -> BranchReply:

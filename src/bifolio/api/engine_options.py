@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bifolio.api.vllm_options import cache_dtype, weight_dtype
-from bifolio.config import CacheConfig, EngineConfig, SpeculativeConfig, TierSettings
+from bifolio.config import AdapterConfig, CacheConfig, EngineConfig, SpeculativeConfig, TierSettings
 from bifolio.engine.build import resolve_sizes
 from bifolio.engine.memory import default_threads
 from bifolio.engine.parallel.commands import command_bytes
@@ -24,6 +24,7 @@ from bifolio.model.loader import load_model, open_model
 from bifolio.model.next_token_head import load_next_token_head
 from bifolio.model.shards import check_size
 
+USUAL_ADAPTERS = AdapterConfig()
 USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
 
 
@@ -46,6 +47,7 @@ class EngineOptions:
     speculative: SpeculativeConfig | None
     quantization: str | None = None  # of dense layers on a GPU
     tensor_parallel_size: int = 1
+    adapters: AdapterConfig = USUAL_ADAPTERS
     tiers: TierSettings | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class EngineOptions:
             speculative=self.speculative,
             tiers=self.tiers,
             warm_up=self.warm_up,
+            adapters=self.adapters,
         )
 
     def _threads(self, threads: int | None) -> int:

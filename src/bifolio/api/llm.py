@@ -8,13 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
 from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
+from bifolio.api.lora import LoRARequest, adapters_for, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.pooling_calls import PoolingCalls
 from bifolio.api.prompts import (
@@ -32,7 +33,8 @@ from bifolio.api.snapshots import Saved, load, save
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import NUMERICS, SpeculativeConfig, TierSettings
+from bifolio.config import MAX_LORA_RANK, MAX_LORAS, NUMERICS, AdapterConfig, SpeculativeConfig, TierSettings
+from bifolio.engine.adapters import AdapterSource, LoadedAdapter
 from bifolio.engine.build import build_engine
 from bifolio.engine.memory import check_threads, read_size
 from bifolio.engine.requests import as_token_ids
@@ -50,6 +52,8 @@ from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
 
+LoRA: TypeAlias = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+
 
 class LLM(EngineVerbs, PoolingCalls):
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
@@ -65,8 +69,10 @@ class LLM(EngineVerbs, PoolingCalls):
     the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
     each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
     request. Blocks that leave the cache are kept in `kv_offload` bytes of memory ("8GB") and in files under
-    `kv_offload_dir`, at most `kv_offload_disk` bytes. Sizes that are not given are small on the CPU and large on a GPU
-    (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
+    `kv_offload_dir`, at most `kv_offload_disk` bytes. `lora_modules` are low-rank adapters by name, each a path or a
+    list of (path, factor) that are added (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay
+    in memory; unknown names are looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a
+    GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
     called with (layers prepared, layers in all) while weights are prepared.
     """
 
@@ -96,6 +102,10 @@ class LLM(EngineVerbs, PoolingCalls):
         gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
         speculative_config: Mapping[str, Any] | None = None,
+        lora_modules: Mapping[str, AdapterSource] | None = None,
+        max_loras: int = MAX_LORAS,
+        max_lora_rank: int = MAX_LORA_RANK,
+        lora_dir: str | Path | None = None,
         max_waiting: int | None = None,
         kv_offload: int | str | None = None,
         kv_offload_dir: str | Path | None = None,
@@ -111,6 +121,7 @@ class LLM(EngineVerbs, PoolingCalls):
         check_one_of(token_budget=token_budget, max_num_batched_tokens=max_num_batched_tokens)
         check_one_of(speculative=speculative, speculative_config=speculative_config)
         check_one_of(num_blocks=num_blocks, memory=memory)
+        check_modules(lora_modules)
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         options = EngineOptions(
             dtype=dtype, kv_cache_dtype=kv_cache_dtype, deterministic=deterministic, block_size=block_size,
@@ -119,6 +130,7 @@ class LLM(EngineVerbs, PoolingCalls):
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
+            adapters=AdapterConfig(max_loras, max_lora_rank, None if lora_dir is None else str(lora_dir)),
             tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip
         activations = activations_for(activations, self.model.config.num_parameters)
@@ -136,7 +148,10 @@ class LLM(EngineVerbs, PoolingCalls):
             rounded, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
+        for name, source in (lora_modules or {}).items():
+            engine.adapters.load(name, source)
         self._seeds = None if seed is None else random.Random(seed)
+        self.lora: LoRA = None  # of calls that name no adapter
         if verbose:
             self.print_plan()
 
@@ -157,13 +172,14 @@ class LLM(EngineVerbs, PoolingCalls):
         *,
         use_tqdm: bool | None = None,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRA = None,
         receipts: bool = False,
     ) -> list[RequestOutput]:
         """Complete every prompt; results have the order of the prompts. With `receipts` each has a `.receipt`."""
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
-        return self._run(batch, params, priorities, use_tqdm, receipts)
+        return self._run(batch, params, priorities, use_tqdm, lora_request, receipts)
 
     def open(self, prompt: Prompt) -> Branch:
         """Compute a prompt and hold it as a `Branch`: to fork, append to, generate from, score and cut it."""
@@ -188,13 +204,14 @@ class LLM(EngineVerbs, PoolingCalls):
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Run a beam search for every prompt; `.outputs` are sorted best first and have a `.score`.
 
         They are fewer than asked for where fewer texts are possible. A search without any has an `.error`.
         """
         batch = as_prompts(prompts)
-        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm)
+        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm, lora_request)
 
     def _run(
         self,
@@ -202,10 +219,12 @@ class LLM(EngineVerbs, PoolingCalls):
         params: Sequence[SamplingParams | BeamSearchParams],
         priorities: list[int],
         use_tqdm: bool | None,
+        lora_request: LoRA,
         receipts: bool = False,
     ) -> list[RequestOutput]:
         prompts, params = self.resolved(batch, params)
-        requests = self._shared.add_all(prompts, params, priorities)
+        adapters = self.adapters_for(lora_request, len(batch))
+        requests = self._shared.add_all(prompts, params, priorities, adapters)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
         outputs = [request_output(request, self.decode_token) for request in requests]
         if not receipts:
@@ -225,6 +244,8 @@ class LLM(EngineVerbs, PoolingCalls):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRA = None,
     ) -> TokenStream:
         """Every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
 
@@ -232,7 +253,8 @@ class LLM(EngineVerbs, PoolingCalls):
         """
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
-        return self._shared.stream(*self.resolved(batch, params))
+        adapters = self.adapters_for(lora_request, len(batch))
+        return self._shared.stream(*self.resolved(batch, params), adapters)
 
     def chat(
         self,
@@ -243,12 +265,13 @@ class LLM(EngineVerbs, PoolingCalls):
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRA = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts: list[Prompt] = [self.chat_prompt(conversation, **options) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of a conversation."""
@@ -325,6 +348,10 @@ class LLM(EngineVerbs, PoolingCalls):
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts and {len(each)} SamplingParams: pass one, or one for each")
         return each if self._seeds is None else [self._seeded(one, self._seeds) for one in each]
+
+    def adapters_for(self, lora_request: LoRA, count: int) -> list[LoadedAdapter | None]:
+        """The adapter of each of `count` prompts; one that is not in memory is read."""
+        return adapters_for(self.lora if lora_request is None else lora_request, count, self.engine.adapters)
 
     def _seeded(self, params: SamplingParams, seeds: random.Random) -> SamplingParams:
         """The parameters with a seed drawn from that of the LLM, unless they have their own."""

@@ -90,6 +90,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False  # the end carries a receipt
     images: list[Image] = []  # of the prompt, in order
+    adapters: list[tuple[str, float]] = []  # names of low-rank adapters with factors: their sum
 
 
 class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
@@ -173,11 +174,31 @@ class Recall(msgspec.Struct, tag="recall"):
     drops: bool = False
 
 
+class Adapt(msgspec.Struct, tag="adapt"):
+    """Load an adapter from a path, or forget its name where there is none; the answer is an `AdapterList`."""
+
+    id: str
+    name: str
+    path: str = ""
+    in_place: bool = False  # the name may be known: its adapter is replaced
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Control | Shutdown
+ToEngine = (
+    Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | BranchCall | Control | Shutdown
+)  # fmt: skip
+
+
+class AdapterInfo(msgspec.Struct, array_like=True):
+    """A low-rank adapter of an engine, by its name in requests."""
+
+    name: str
+    number: int  # order of the first load, from 1 on
+    path: str
+    is_loaded: bool = True  # else it is read when it is used
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -197,6 +218,8 @@ class Hello(msgspec.Struct, tag="hello"):
     kv_events: KvEventSettings | None = None  # where they are published
     transfer_port: int = 0  # where blocks are served to decode engines; 0: they are not
     short_context: int | None = None  # of a model with two sets of rotation frequencies (`bifolio.long_rope`)
+    adapters: list[AdapterInfo] = []  # as of the start; heartbeats have later ones
+    loads_adapters: bool = False  # unknown names may be adapters, which are loaded on first use
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
@@ -278,6 +301,13 @@ class Recalled(msgspec.Struct, tag="recalled"):
     body: bytes = b""
 
 
+class AdapterList(msgspec.Struct, tag="adapters"):
+    """The adapters after a change."""
+
+    id: str
+    adapters: list[AdapterInfo]
+
+
 class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
     """A branch after a verb."""
 
@@ -313,9 +343,12 @@ class Beat(msgspec.Struct, tag="beat"):
 
     stats: dict[str, float]
     step_seconds: float = 0.0  # how long the present step has been running
+    adapters: list[AdapterInfo] = []
 
 
-FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Controlled | Beat
+FromEngine = (
+    Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | AdapterList | BranchReply | Controlled | Beat
+)  # fmt: skip
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from bifolio.api.stream import TokenStream
 from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError, EngineDeadError
 from bifolio.pooling_params import PoolingParams
@@ -48,6 +49,7 @@ class SharedEngine:
         prompts: Sequence[PromptTokens],
         params: Sequence[SamplingParams | BeamSearchParams],
         priorities: Sequence[int],
+        adapters: Sequence[LoadedAdapter | None],
         results: list[StepResult] | None = None,
     ) -> list[Request]:
         """Add all requests or none: an invalid one raises before any request runs.
@@ -56,7 +58,8 @@ class SharedEngine:
         of few sequences.
         """
         every = [
-            (f"request-{next(self._ids)}", *each, results) for each in zip(prompts, params, priorities, strict=True)
+            (f"request-{next(self._ids)}", *each, results)
+            for each in zip(prompts, params, priorities, adapters, strict=True)
         ]
         longest_first = sorted(range(len(every)), key=lambda place: -_most_tokens(params[place]))
         requests: dict[int, Request] = {}
@@ -88,9 +91,12 @@ class SharedEngine:
         prompt: PromptTokens,
         params: SamplingParams | BeamSearchParams,
         priority: int,
+        adapter: LoadedAdapter | None,
         results: list[StepResult] | None,
     ) -> Request:
-        options: RequestOptions = {"prompt": prompt.text, "images": prompt.images, "priority": priority}
+        options: RequestOptions = {
+            "prompt": prompt.text, "images": prompt.images, "priority": priority, "adapter": adapter,
+        }  # fmt: skip
         with self._lock:
             self._check_owner()
             request = self.engine.add_request(request_id, prompt.token_ids, params, **options)
@@ -98,10 +104,15 @@ class SharedEngine:
                 self._streams[request_id] = results
             return request
 
-    def stream(self, prompts: Sequence[PromptTokens], params: Sequence[SamplingParams]) -> TokenStream:
+    def stream(
+        self,
+        prompts: Sequence[PromptTokens],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[LoadedAdapter | None],
+    ) -> TokenStream:
         """The results of new requests while the engine runs."""
         unread: list[StepResult] = []
-        requests = self.add_all(prompts, params, [0] * len(prompts), unread)
+        requests = self.add_all(prompts, params, [0] * len(prompts), adapters, unread)
         return TokenStream(requests, unread, self._lock, self.step, self.abort)
 
     def run(self, starts: Sequence[Start]) -> list[Request]:

@@ -41,14 +41,16 @@ IGNORED = {
     "max_seq_len_to_capture": "every decode step is captured",
     "disable_async_output_proc": "output is always processed beside the next step",
     "distributed_executor_backend": "there is one process",
+    "max_cpu_loras": "max_loras is the number of adapters in memory",
     "max_logprobs": "up to 1024 logprobs are always allowed",
     "generation_config": "the model's sampling defaults are always used where a call passes none",
     "compilation_config": "kernels are compiled ahead or on first use",
 }
 FILE_FORMATS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4")  # quantization=
+TAKEN = ("enable_lora",)  # adapters may always be loaded
 ALWAYS_ON = ("enable_chunked_prefill",)  # False is warned about as well
 _SAME = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
-         "runner": "generate", "skip_tokenizer_init": False, "enable_lora": False}  # fmt: skip
+         "runner": "generate", "skip_tokenizer_init": False}  # fmt: skip
 
 
 _HEADS: dict[str, Literal["eagle", "mtp"]] = {"eagle": "eagle", "eagle3": "eagle", "mtp": "mtp", "deepseek_mtp": "mtp"}
@@ -95,6 +97,8 @@ def check_ported(options: Mapping[str, Any], own: Iterable[str] = ()) -> None:
     `own` are the names of the options that bifolio has, of which the nearest one is shown.
     """
     for name, value in options.items():
+        if name in TAKEN:
+            continue
         if name in _SAME:
             if value not in (_SAME[name], None, "auto"):
                 raise ConfigError(f"{name}={value!r} is not supported: leave it out, or pass {_SAME[name]!r}")

@@ -41,6 +41,7 @@ def chat(
     sampling: options.Sampling,
     engine: options.Engine,
     model: options.Model = None,
+    lora: options.Lora = None,
     system: Annotated[str | None, commands.option("--system", "-s", help="The system prompt.")] = None,
     context_policy: Annotated[
         str,
@@ -60,7 +61,7 @@ def chat(
     from bifolio.cli.conversation import ANSWER_TOKENS, Conversation, checked_policy
 
     checked_policy(context_policy)
-    llm = engine.llm(model, max_num_seqs=1, verbose=verbose)
+    llm = engine.llm(model, lora, max_num_seqs=1, verbose=verbose)
     params = llm.default_params(**{"max_tokens": ANSWER_TOKENS, **sampling.explicit()})
     conversation = Conversation(llm, params, system, context_policy)
     conversation.check()

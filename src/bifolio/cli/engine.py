@@ -22,6 +22,7 @@ def register(app: commands.App) -> None:
 
 def engine(
     engine: options.BatchEngine,
+    adapters: options.Adapters,
     secret_file: Annotated[Path, commands.option("--secret-file", help="File of the secret, 16 bytes or more.")],
     model: options.Model = None,
     listen: Annotated[str, commands.option("--listen", help="HOST:PORT to listen on.")] = "127.0.0.1:7000",
@@ -46,7 +47,7 @@ def engine(
     from bifolio.model.registry import DEFAULT_MODEL
 
     configure_logging("info", "host")
-    settings = {"model": str(model or DEFAULT_MODEL), **engine.for_llm()}
+    settings = {"model": str(model or DEFAULT_MODEL), **engine.for_llm(), **adapters.for_llm()}
     if settings["speculative"] is not None:
         settings["speculative"] = asdict(settings["speculative"])
 

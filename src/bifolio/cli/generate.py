@@ -39,6 +39,8 @@ EPILOG = """Examples:
 
   bifolio generate --beams 4 -n 32 "One day, a little dog"
 
+  bifolio generate -m ./model --lora ./adapter "Once upon a time"
+
   bifolio generate -m ./model --input prompts.jsonl --output answers.jsonl"""
 STORY = "Once upon a time"  # where there is neither a prompt nor piped text
 DEFAULT_TOKENS = 256  # of one prompt, and of each line of a file
@@ -56,6 +58,7 @@ def generate(
         str | None, commands.argument(help="The text to continue; default: piped standard input.")
     ] = None,
     model: options.Model = None,
+    lora: options.Lora = None,
     suffix: Annotated[
         str | None,
         commands.option("--suffix", help="Text after the gap that a model with fill-in-the-middle tokens fills in."),
@@ -110,7 +113,7 @@ def generate(
         text = text or ""
         if image:
             raise commands.BadParameter("a prompt has either --suffix or --image: leave one of them out")
-    llm = engine.llm(model, verbose=verbose)
+    llm = engine.llm(model, lora, verbose=verbose)
     if input_file is not None:
         run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams)
     else:

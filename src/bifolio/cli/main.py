@@ -11,7 +11,7 @@ from bifolio.cli import commands
 
 HEADINGS = {
     "use": ("run", "generate", "chat", "serve", "embed", "rerank"),
-    "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "imatrix", "train"),
+    "models": ("models", "pull", "rm", "inspect", "gguf", "quantize", "merge", "imatrix", "train"),
     "measure": ("eval", "replay", "bench", "profile", "soak"),
     "operate": ("ps", "doctor", "completion", "engine", "cluster"),
 }

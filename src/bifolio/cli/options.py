@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from bifolio.cli import commands
-from bifolio.config import NUMERICS, SPECULATIVE_METHODS, SpeculativeConfig
+from bifolio.config import MAX_LORA_RANK, MAX_LORAS, NUMERICS, SPECULATIVE_METHODS, SpeculativeConfig
 from bifolio.model.sampling_defaults import help_text
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
 
+SUM = "lora"  # name of the sum of the adapters of --lora
 Model = Annotated[
     str | None,
     commands.option("--model", "-m", help="A model folder, a .gguf file, or a model's name (see `bifolio models`)."),
@@ -132,6 +135,15 @@ DraftModel = Annotated[
 ]
 
 
+Lora = Annotated[
+    list[str] | None,
+    commands.option(
+        "--lora",
+        help="Adapter (LoRA) as PATH or PATH:SCALE, a folder of PEFT or a .gguf file; repeatable: their sum.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen, and when an answer ends."""
@@ -189,14 +201,20 @@ class Engine(Numerics):
     kv_offload_dir: KvOffloadDir = None
     kv_offload_disk: KvOffloadDisk = None
 
-    def llm(self, model: str | None, **others: Any) -> LLM:
-        """The model on an engine with these options, behind a bar with the time left while it is loaded."""
+    def llm(self, model: str | None, lora: list[str] | None = None, **others: Any) -> LLM:
+        """The model on an engine with these options, behind a bar with the time left while it is loaded.
+
+        All calls use the sum of the adapters `lora`.
+        """
         from bifolio.api.llm import LLM
         from bifolio.cli.progress import steps_bar
 
+        adapters = {} if not lora else {SUM: [path_and_scale(each) for each in lora]}
         with steps_bar("loading") as on_load:
             # One command runs few batch sizes: its steps are captured when they occur.
-            return LLM(model, **self.for_llm(), **others, warm_up=False, on_load=on_load)
+            llm = LLM(model, **self.for_llm(), **others, lora_modules=adapters, warm_up=False, on_load=on_load)
+        llm.lora = SUM if adapters else None
+        return llm
 
 
 @dataclass(frozen=True)
@@ -211,6 +229,63 @@ class BatchEngine(Engine):
         options = super().for_llm()
         del options["draft_model"]
         return {**options, "speculative": speculative_config(self.speculative, self.draft_model)}
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a served model."""
+
+    HEADING: ClassVar[str] = "adapters"
+
+    lora_modules: Annotated[
+        list[str] | None,
+        commands.option(
+            "--lora-modules", help="Adapter (LoRA) as NAME=PATH, which requests name as their model; repeatable."
+        ),
+    ] = None
+    lora_dir: Annotated[
+        str | None,
+        commands.option("--lora-dir", help="Folder of adapters that are loaded on first use, by their names."),
+    ] = None
+    max_loras: Annotated[
+        int,
+        commands.option(
+            "--max-loras", min=1, help="Adapters in memory; others are read again when they are used.", advanced=True
+        ),
+    ] = MAX_LORAS
+    max_lora_rank: Annotated[
+        int, commands.option("--max-lora-rank", min=1, help="Largest rank of an adapter.", advanced=True)
+    ] = MAX_LORA_RANK
+
+    def for_llm(self) -> dict[str, Any]:
+        """The arguments of `LLM` that these options stand for."""
+        modules: dict[str, str] = {}
+        for text in self.lora_modules or []:
+            name, sign, path = text.partition("=")
+            if not sign or not name or not path:
+                raise commands.BadParameter(f"--lora-modules takes NAME=PATH, not {text!r}")
+            if name in modules:
+                raise commands.BadParameter(f"--lora-modules names {name!r} twice: use another name")
+            modules[name] = path
+        return {**vars(self), "lora_modules": modules}
+
+
+def path_and_scale(text: str) -> tuple[str, float]:
+    """PATH or PATH:SCALE."""
+    path, _, scale = text.rpartition(":")
+    if path and not Path(text).exists():
+        try:
+            return path, finite(scale)
+        except ValueError:
+            raise commands.BadParameter(f"--lora {text}: the scale {scale!r} is no number") from None
+    return text, 1.0
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def speculative_config(method: str | None, draft_model: str | None) -> SpeculativeConfig | None:

@@ -23,6 +23,8 @@ EPILOG = """Examples:
 
   bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt
 
+  bifolio serve -m ./model --lora-modules poems=./adapter-of-poems
+
   bifolio serve -m smollm2 -m ./qwen.gguf --models-memory 8GB --keep smollm2"""
 
 
@@ -44,6 +46,12 @@ class ServerOptions:
     api_key: Annotated[list[str] | None, commands.option("--api-key", help="Accepted API key; repeatable.")] = None
     api_key_file: Annotated[
         list[Path] | None, commands.option("--api-key-file", help="File of accepted API keys, one a line; repeatable.")
+    ] = None
+    admin_key_file: Annotated[
+        list[Path] | None,
+        commands.option(
+            "--admin-key-file", help="File of keys that may load and unload adapters; repeatable.", advanced=True
+        ),
     ] = None
     tls_cert: Annotated[Path | None, commands.option("--tls-cert", help="Certificate chain (PEM).")] = None
     tls_key: Annotated[Path | None, commands.option("--tls-key", help="Private key of the certificate (PEM).")] = None
@@ -202,6 +210,7 @@ class ServerOptions:
             port=self.port,
             model_name=self.name,
             keys=read_keys(self.api_key or [], self.api_key_file or []),
+            admin_keys=read_keys([], self.admin_key_file or []),
             cors_origins=self.cors_origin or [],
             tls_certificate=self.tls_cert,
             tls_key=self.tls_key,
@@ -271,6 +280,7 @@ class ServerOptions:
 def serve(
     server: ServerOptions,
     engine: options.BatchEngine,
+    adapters: options.Adapters,
     several: SeveralOptions,
     models: Annotated[
         list[str] | None,
@@ -285,23 +295,28 @@ def serve(
     from bifolio.cli.serve_checks import check_combined
     from bifolio.errors import ConfigError, MissingDependencyError
 
-    check_combined(server, engine)
+    check_combined(server, engine, adapters)
     try:
+        from bifolio.serve.http.context import public_name
         from bifolio.serve.http.server import event_loop
         from bifolio.serve.http.server import serve as run_server
         from bifolio.serve.views.logs import LEVELS, configure_logging
     except ImportError as error:
         raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
+    modules, model = adapters.for_llm()["lora_modules"], models[0] if models else None
+    if (own_name := public_name(model, server.name)) in modules:
+        raise ConfigError(f"--lora-modules names {own_name!r}, the name of the model: choose another")
     if server.log_level not in LEVELS:
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
     wanted = several.settings(models or [], server, engine)
-    model = models[0] if models else None
+    if wanted is not None and adapters != options.Adapters():
+        raise ConfigError("adapters (--lora-modules and the like) are served beside one model: pass one --model")
     if server.replicas > 1 or server.prefill_replicas:
-        serve_replicas(server, engine, model)
+        serve_replicas(server, engine, adapters, model)
         return
-    engine_options = {"model": model, **engine.for_llm()}
+    engine_options = {"model": model, **engine.for_llm(), **adapters.for_llm()}
     if engine_options["speculative"] is not None:
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
@@ -313,7 +328,9 @@ def serve(
             runner.run(serve_several(server.settings(), wanted, engine_options))
 
 
-def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: str | None) -> None:
+def serve_replicas(
+    server: ServerOptions, engine: options.BatchEngine, adapters: options.Adapters, model: str | None
+) -> None:
     """Several engines on this machine; they divide its cores."""
     import os
     from dataclasses import replace
@@ -325,7 +342,7 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
     for each in reserve(settings.host, settings.port):  # told before the engines start
         each.close()
     run = ray_module()
-    values = plain_options(engine)
+    values = {**plain_options(engine), **adapters.for_llm()}
     if values.get("threads") is None:
         values["threads"] = max((os.cpu_count() or 1) // (server.replicas + server.prefill_replicas), 1)
     cluster = Replicas(replicas=server.replicas, prefill_replicas=server.prefill_replicas,

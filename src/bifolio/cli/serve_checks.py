@@ -9,7 +9,7 @@ from bifolio.cli import commands
 from bifolio.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bifolio.cli.options import BatchEngine
+    from bifolio.cli.options import Adapters, BatchEngine
     from bifolio.cli.serve import ServerOptions
 
 # Options that several engines behind Ray Serve take; the engines and their front ends have no others.
@@ -20,7 +20,7 @@ WITH_REPLICAS = frozenset(
 WITHOUT_KEYS = ("allowed_host", "allow_priority")
 
 
-def check_combined(server: ServerOptions, engine: BatchEngine) -> None:
+def check_combined(server: ServerOptions, engine: BatchEngine, adapters: Adapters) -> None:
     """Refuse an option that would have no effect beside the others."""
     given, has_keys = changed(server), bool(server.api_key or server.api_key_file)
     splits = server.prefill_replicas > 0 or server.role == "decode"
@@ -39,8 +39,9 @@ def check_combined(server: ServerOptions, engine: BatchEngine) -> None:
         if name in given and has_keys:
             raise ConfigError(f"{written(server, name)} is for servers without API keys: leave it out")
     if server.engine is not None:
-        for name in changed(engine):
-            raise ConfigError(f"{written(engine, name)} belongs to the engine: pass it to `bifolio engine`")
+        for group in (engine, adapters):
+            for name in changed(group):
+                raise ConfigError(f"{written(group, name)} belongs to the engine: pass it to `bifolio engine`")
     if server.replicas > 1 or server.prefill_replicas:
         for name in given:
             if name not in WITH_REPLICAS:

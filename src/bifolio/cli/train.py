@@ -28,17 +28,22 @@ Examples:
 
   bifolio train --mtp stories --output stories-mtp
 
+  bifolio train --lora stories --data poems.txt --output poems
+
 Ctrl-C saves a checkpoint; the same command with --resume goes on from it. With --eagle a small head is trained that
 drafts tokens for an existing model (`--speculative eagle --draft-model FOLDER`), on text that the model writes itself
-or on --data; with --mtp a model like Llama is written together with a head (`--model FOLDER --speculative mtp`). Of the
+or on --data; with --mtp a model like Llama is written together with a head (`--model FOLDER --speculative mtp`); with
+--lora a low-rank adapter of a dense model is trained on --data (`generate --lora FOLDER`). Of the
 other options, --output, --steps, --batch-size, --context, --learning-rate, --seed, --force and --max-minutes apply.
 """
 
 HEADS = {
     "eagle": "train an EAGLE-3 head for this model instead of a model",
     "mtp": "write this model with a trained head for multi-token prediction",
+    "lora": "train an adapter (LoRA) of this model on --data",
 }
 
+RANK = "rank of the adapter of --lora [default: 8]"
 COMMON = {"output", "tokenizer", "vocab_size", "preset", "context", "steps", "batch_size", "learning_rate", "seed",
           "teacher", "resume", "force", "max_minutes", "device", "gguf"}  # fmt: skip
 
@@ -46,16 +51,20 @@ COMMON = {"output", "tokenizer", "vocab_size", "preset", "context", "steps", "ba
 def register(app: commands.App) -> None:
     """Add the command; its options are the fields of `TrainSettings`."""
 
-    def command(as_json: bool = False, more_data: Any = None, **values: Any) -> None:
+    def command(as_json: bool = False, more_data: Any = None, rank: int | None = None, **values: Any) -> None:
         heads = [(kind, target) for kind in HEADS if (target := values.pop(kind, None)) is not None]
         given = {name: value for name, value in values.items() if value is not None}
         given["data"] = (*given.get("data", ()), *(more_data or ()))
         if len(heads) > 1:
-            raise commands.BadParameter("--eagle and --mtp train different heads: leave one of them out")
+            raise commands.BadParameter("--eagle, --mtp and --lora train different things: pass one of them")
+        if rank is not None and [kind for kind, _ in heads] != ["lora"]:
+            raise commands.BadParameter("--rank is for --lora: leave it out")
+        if rank is not None:
+            given["rank"] = rank
         if heads:
             _train_head(*heads[0], given, as_json)
         elif not given["data"]:
-            raise commands.BadParameter("pass text files or folders, --eagle MODEL or --mtp MODEL")
+            raise commands.BadParameter("pass text files or folders, --eagle MODEL, --mtp MODEL or --lora MODEL")
         else:
             _train(given, as_json)
 
@@ -89,6 +98,7 @@ def _parameters() -> list[inspect.Parameter]:
         *parameters,
         _parameter("more_data", Annotated[list[str] | None, more], None),
         *heads,
+        _parameter("rank", Annotated[int | None, commands.option("--rank", min=1, help=RANK)], None),
         _parameter("as_json", Annotated[bool, as_json], False),
     ]
 
@@ -111,15 +121,17 @@ def _train_head(kind: str, target: str, values: dict[str, Any], as_json: bool) -
 
     _require_torch()
     from bifolio.train.eagle import EagleSettings, train_eagle
-    from bifolio.train.head_run import HeadSettings
+    from bifolio.train.lora import LoraSettings, train_lora
     from bifolio.train.mtp import MtpSettings, train_mtp
 
-    unknown = sorted(set(values) - {option.name for option in dataclasses.fields(HeadSettings)})
+    unknown = sorted(set(values) - {option.name for option in dataclasses.fields(LoraSettings)})
     if unknown:
         raise ConfigError(f"--{unknown[0].replace('_', '-')} is not for --{kind}: leave it out")
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         if kind == "eagle":
             result = train_eagle(EagleSettings(target, **values))
+        elif kind == "lora":
+            result = train_lora(LoraSettings(target, **values))
         else:
             result = train_mtp(MtpSettings(target, **values))
     if as_json:

@@ -81,6 +81,15 @@ class ReplicaEngine:
             return self._first
         return msgspec.structs.replace(self._first, max_num_seqs=self._first.max_num_seqs * count)
 
+    @property
+    def adapters(self) -> list[m.AdapterInfo]:
+        """Those that all replicas began with."""
+        return [] if self._first is None else self._first.adapters
+
+    async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:
+        message = "adapters of several replicas are those they began with: restart with other --lora-modules"
+        raise EngineFaultError(FaultKind.INVALID_REQUEST, message)
+
     def health(self) -> Health:
         if self._is_closed:
             state = EngineState.CLOSED

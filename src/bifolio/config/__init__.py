@@ -3,8 +3,11 @@
 from bifolio.config.cache import CacheConfig as CacheConfig
 from bifolio.config.cache import KVDtype as KVDtype
 from bifolio.config.cache import checked_kv_dtype as checked_kv_dtype
+from bifolio.config.engine import MAX_LORA_RANK as MAX_LORA_RANK
+from bifolio.config.engine import MAX_LORAS as MAX_LORAS
 from bifolio.config.engine import NUMERICS as NUMERICS
 from bifolio.config.engine import SPECULATIVE_METHODS as SPECULATIVE_METHODS
+from bifolio.config.engine import AdapterConfig as AdapterConfig
 from bifolio.config.engine import EngineConfig as EngineConfig
 from bifolio.config.engine import NumericDefaults as NumericDefaults
 from bifolio.config.engine import SpeculativeConfig as SpeculativeConfig

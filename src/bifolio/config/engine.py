@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from bifolio.config.cache import CacheConfig
@@ -50,6 +51,25 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative length must be between 1 and 32, not {self.length}")
 
 
+MAX_LORAS, MAX_LORA_RANK = 16, 256  # defaults
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Limits of the low-rank adapters of an engine."""
+
+    max_loras: int = MAX_LORAS  # adapters in memory; the least recently used ones are read again on use
+    max_rank: int = MAX_LORA_RANK  # of a change
+    folder: str | None = None  # adapters that are loaded by their name on first use
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_loras", self.max_loras), ("max_lora_rank", self.max_rank)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ConfigError(f"lora_dir {self.folder} is no folder: pass one that holds adapters")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of an engine: limits of a step, of the queue and of sequences."""
@@ -66,6 +86,7 @@ class EngineConfig:
     launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
     tiers: TierSettings | None = None  # below the cache; None: there are none
     warm_up: bool = True  # on a GPU: compile kernels and capture decode steps before the first request
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         if self.launch_ahead not in (None, 0, 1):

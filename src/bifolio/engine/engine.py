@@ -23,6 +23,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
+from bifolio.engine.adapters import AdapterStore
 from bifolio.engine.executor import DecodeExecutor, Launched, ModelRunner, Peers, PrefillExecutor
 from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
@@ -78,9 +79,7 @@ class InferenceEngine(KeptConversations):
         )
         self.shares = BlockShareManager(self.blocks)
         self.runner = ModelRunner.new(with_taps(model, draft_model), cache, kernels, on_load, peers)
-        self.storages: list[BlockMover] = [self.runner.storage]  # then other ranks' and the draft model's
-        if peers is not None:
-            self.storages.append(peers)
+        self.storages: list[BlockMover] = [self.runner.storage, *([] if peers is None else [peers])]  # then of drafts
         if cache.poison_free_blocks:
             self.blocks.on_free = poison_in(self.storages)
             self.blocks.on_take_state(self.runner.storage.poison_state)
@@ -104,6 +103,7 @@ class InferenceEngine(KeptConversations):
         self.postprocess = Postprocessor(
             self.batcher, self.phases, self.blocks, self.slots, self.runner, self.speculator, speculation
         )
+        self.adapters = AdapterStore.of(model.config, config.adapters, self.runner, self.slots.device)
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
@@ -111,7 +111,6 @@ class InferenceEngine(KeptConversations):
         self.factory = RequestFactory(model, config, self.blocks, self.requests, self.runner.images is not None)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
-        self._has_states = self.blocks.has_states
         self._counters = EngineStats()
         self._outbox: list[StepResult] = []  # results that are not delivered yet
         self.tiers = self.batcher.source = new_tiers(self, config.tiers, draft_model)
@@ -179,7 +178,7 @@ class InferenceEngine(KeptConversations):
         speculator = self.speculator
         if speculator is not None:
             plan = speculator.fill(plan)  # a draft model runs here
-        if self._has_states:
+        if self.blocks.has_states:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         drawn, pooled = plan.split()
         readout, launched = Readout.from_plan(drawn), Launched(None, None)
@@ -190,7 +189,7 @@ class InferenceEngine(KeptConversations):
             if speculator is not None:
                 speculator.launched(drawn, launched.states)
         vectors = None if pooled.is_empty else PooledPass.launch(pooled, self.runner, self.slots)
-        self._count(plan)
+        self._counters.count(plan, is_plain=plan.is_uniform or speculator is None)
         self.slots.launched(drawn, launched.undrawn is not None)
         return self.postprocess.launched(plan, readout, launched, started, vectors)
 
@@ -227,9 +226,8 @@ class InferenceEngine(KeptConversations):
 
     @property
     def has_work(self) -> bool:
-        if self.in_flight or self._outbox or self.batcher.has_work:
-            return True
-        return self.faults.is_active and self.faults.num_parked > 0
+        is_parked = self.faults.is_active and self.faults.num_parked > 0
+        return bool(self.in_flight or self._outbox) or self.batcher.has_work or is_parked
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def add_request(
@@ -352,11 +350,3 @@ class InferenceEngine(KeptConversations):
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
         return results
-
-    def _count(self, plan: StepPlan) -> None:
-        counters = self._counters
-        counters.num_steps += 1
-        is_plain = plan.is_uniform or self.speculator is None
-        counters.num_decode_tokens += len(plan.decodes) if is_plain else sum(item.num_new for item in plan.decodes)
-        counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
-        counters.num_preemptions += len(plan.preempted)

@@ -38,6 +38,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.storage import BlockMover
 from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
+from bifolio.model.adapters.sites import with_sites
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
 from bifolio.sampling.sampler import NOTHING, greedy_tokens, no_token_error
@@ -112,7 +113,7 @@ class ModelRunner:
         images = None
         if model.tower is not None and peers is None and not kernels.launches_ahead:
             images = ImageReader(model.tower.prepared(kernels), kernels)
-        weights = prepare(model.weights, kernels, on_load)
+        weights = with_sites(prepare(model.weights, kernels, on_load))
         weights = weights if images is None else replace(weights, image_rows=images.tower.layout)
         return cls(weights, kernels, kernels.new_storage(layout), peers, images)
 

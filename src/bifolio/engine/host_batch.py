@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bifolio.cache.table_states import StatePass
 from bifolio.images import runs_of, shift_at
-from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet, StateUse
+from bifolio.kernels.interface import Adapter, AdapterUse, AttentionSegment, Batch, KernelSet, StateUse
 from bifolio.long_rope import LONG_ROPE
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
@@ -31,6 +31,7 @@ class Run(NamedTuple):
     start: int  # position of the first
     tokens: Sequences[int] | NDArray[np.int32]
     rope: int = 0  # added to positions; LONG_ROPE: the long set of frequencies rotates them (`bifolio.long_rope`)
+    adapter: Adapter | None = None  # prepared by the kernel set
     causal: bool = True  # False: each sees all of them
     second_start: int = 0  # tokens from here on belong to the second of two texts; 0: there is one
 
@@ -45,6 +46,7 @@ class HostBatch:
     segments: tuple[AttentionSegment, ...]
     logit_rows: NDArray[np.int32] | None  # i32[r]  None: all
     states: StateUse | None = None  # None: no recurrent layers, or no cache
+    adapters: AdapterUse | None = None  # None: no token has one
 
     @classmethod
     def from_plan(
@@ -102,7 +104,8 @@ class HostBatch:
             segments.append(segment)
         wanted = None if logit_rows is None else np.asarray(logit_rows, dtype=np.int32)
         used = None if states is None else _state_use(states, lengths)
-        return cls(_joined(runs, num_tokens), positions, index, tuple(segments), wanted, used)
+        adapters = _adapter_use(runs, lengths)
+        return cls(_joined(runs, num_tokens), positions, index, tuple(segments), wanted, used, adapters)
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +128,7 @@ class HostBatch:
             logit_rows=None if self.logit_rows is None else upload(self.logit_rows),
             max_position=self._max_position,
             states=self.states,
+            adapters=self.adapters,
         )
 
     def on_host(self) -> Batch:
@@ -137,6 +141,7 @@ class HostBatch:
             self.logit_rows,
             self._max_position,
             self.states,
+            adapters=self.adapters,
         )
 
     @property
@@ -218,13 +223,24 @@ def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:
 def _run(item: ScheduledSequence, newest: np.ndarray) -> Run:
     tokens, request = item.sequence.token_ids, item.sequence.request
     rope = (request.rope or 0) + (shift_at(request.images, item.start) if request.images else 0)
+    own = (rope, None if request.adapter is None else request.adapter.prepared)
     if item.num_new == 1:
-        return Run(item.slot, item.start, (newest_token(item, newest),), rope)
+        return Run(item.slot, item.start, (newest_token(item, newest),), *own)
     end = item.start + item.num_new - len(item.drafts)
     if not item.drafts:
-        second = item.sequence.request.second_start
-        return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end], rope, second_start=second)
-    return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts], rope)
+        known = item.sequence.tokens_until(end)[item.start : end]
+        return Run(item.slot, item.start, known, *own, second_start=request.second_start)
+    return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts], *own)
+
+
+def _adapter_use(runs: list[Run], lengths: NDArray[np.int32]) -> AdapterUse | None:
+    """The adapters of the runs, each once, and that of each token."""
+    numbers: dict[Adapter | None, int] = {None: -1}
+    each = [numbers.setdefault(run.adapter, len(numbers) - 1) for run in runs]
+    if len(numbers) == 1:
+        return None
+    loaded = tuple(adapter for adapter in numbers if adapter is not None)
+    return AdapterUse(loaded, np.repeat(np.array(each, dtype=np.int32), lengths))
 
 
 def _runs(item: ScheduledSequence, newest: np.ndarray) -> list[Run]:

@@ -61,7 +61,7 @@ class KeptConversations:
         shared = min(parent.num_computed, len(known), first.num_tokens - 1)
         if params.prompt_logprobs is not None:  # the positions that score others are computed again
             shared = min(shared, request.score_from)
-        if not shared or request.rope != parent.request.rope:
+        if not shared or request.cache_salt != parent.request.cache_salt:
             return self._enqueue(request)
         self.blocks.fork(parent.id, first.id)
         try:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bifolio.kernels.attention_interface import AttentionSegment
-from bifolio.kernels.operands import Array
+from bifolio.kernels.operands import Adapter, Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,14 @@ class StateUse:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """The adapters of a batch: one of each token, or none."""
+
+    loaded: tuple[Adapter, ...]  # prepared by the kernel set
+    rows: NDArray[np.int32]  # i32[t]  index into `loaded` of each token's adapter, on the host; -1: none
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass. Arrays are the kernel set's own; lengths and starts of segments, and states, are the host's."""
 
@@ -40,6 +51,7 @@ class Batch:
     states: StateUse | None = None  # None: the model has no recurrent layers, or there is no cache (from empty states)
     given: Array | None = None  # [t, width]  rows that a network reads beside its tokens, or in their place
     taps: Array | None = None  # f32[t, width]  filled by `tap`; None: taps are not read
+    adapters: AdapterUse | None = None  # None: no token has one
 
     @property
     def num_tokens(self) -> int:

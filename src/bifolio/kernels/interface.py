@@ -26,7 +26,7 @@ from bifolio.kernels.attention_interface import (
     PagedAttentionKernel,
     Storage,
 )
-from bifolio.kernels.batch import Batch, StateUse
+from bifolio.kernels.batch import AdapterUse, Batch, StateUse
 from bifolio.kernels.device_slots import (
     DeviceSlots,
     DraftSlots,
@@ -36,10 +36,14 @@ from bifolio.kernels.device_slots import (
     TokenScores,
 )
 from bifolio.kernels.operands import (
+    NO_SITE,
+    Adapter,
     Array,
+    ExpertLowRank,
     Experts,
     HeadLinear,
     Linear,
+    LowRank,
     Norm,
     Recurrence,
     RoutedExperts,
@@ -62,8 +66,11 @@ from bifolio.quant.tensor import QuantizedTensor
 
 __all__ = [
     "LEAST_MEAN_SQUARE",
+    "NO_SITE",
     "SWIGLU_LIMIT",
     "SWIGLU_SLOPE",
+    "Adapter",
+    "AdapterUse",
     "Array",
     "AttentionPhase",
     "AttentionSegment",
@@ -73,12 +80,14 @@ __all__ = [
     "DeviceSlots",
     "DraftNetwork",
     "DraftSlots",
+    "ExpertLowRank",
     "Experts",
     "HeadLinear",
     "Heads",
     "KernelSet",
     "LayerAttention",
     "Linear",
+    "LowRank",
     "Network",
     "Norm",
     "Operations",
@@ -271,3 +280,7 @@ class KernelSet(Operations, Protocol):
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any: ...
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence: ...
+
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        """Convert, repack or move the matrices of an adapter once, when it is loaded."""
+        ...

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from bifolio.quant.tensor import QuantizedTensor
 
 Array = Any  # numpy array or torch tensor, as the kernel set allocates it
+NO_SITE = -1  # of products that no adapter changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Linear:
     biases: tuple[Array | None, ...]  # each f32[out_i]
     prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
     shards: Shards | None = None  # None: this rank's product needs nothing of other ranks
+    site: int = NO_SITE  # number of the product in adapters (`Adapter`)
 
     @property
     def out_features(self) -> int:
@@ -101,9 +104,36 @@ class Experts:
     activation: str
     gated: bool = True
     prepared: Any = None  # the kernel set's own form, created at load
+    site: int = NO_SITE  # number of these experts in adapters
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [part for linear in (*self.up, *self.down) for part in linear.parts]
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Two thin matrices, whose product is added to some columns of the output of a product: y += up (down x) + bias."""
+
+    column: int  # the first of them
+    down: Array  # f32 or f16 [r, in]
+    up: Array  # f32 or f16 [columns, r]  the scale of the adapter is in it
+    bias: Array | None = None  # f32[columns]
+
+
+class ExpertLowRank(NamedTuple):
+    """The changes of the two products of one expert."""
+
+    up: tuple[LowRank, ...] = ()
+    down: tuple[LowRank, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A low-rank adapter (LoRA) of a network, by the sites of its products."""
+
+    products: Mapping[int, tuple[LowRank, ...]] = field(default_factory=dict)
+    experts: Mapping[int, tuple[ExpertLowRank, ...]] = field(default_factory=dict)  # of all experts of a layer
+    prepared: Any = None  # the kernel set's own form, created at load
 
 
 class RoutedExperts(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from bifolio.kernels.attention_interface import AttentionShape, Heads, PagedAttentionKernel, Storage
-from bifolio.kernels.batch import Batch
+from bifolio.kernels.batch import AdapterUse, Batch
 from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Recurrence, Router, Routing
 
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation `swiglu_clamped`, which is no function of the gate alone
@@ -60,6 +60,13 @@ class Operations(PagedAttentionKernel, Protocol):
         ...
 
     def linear(self, x: Array, linear: Linear) -> Array: ...
+
+    def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
+        """The output y of the product at `site`, with the change by each token's adapter: y + up (down x) + bias.
+
+        If the set is deterministic, the result of a token depends on the token and its adapter alone.
+        """
+        ...
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
@@ -128,11 +135,11 @@ class Operations(PagedAttentionKernel, Protocol):
         """[t, d] times the weight of the first choice of each token."""
         ...
 
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         """The sum of the outputs of each token's experts, by weight, in the order of the choice: [t, d].
 
         One operation, so that a set groups the tokens by expert in its own order, reads each expert's weights once and
-        keeps the rows between the two products to itself.
+        keeps the rows between the two products to itself. `adapters` change both products, as in `adapt`.
         """
         ...
 

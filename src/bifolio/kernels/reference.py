@@ -20,6 +20,8 @@ from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
+    Adapter,
+    AdapterUse,
     Array,
     AttentionPhase,
     AttentionSegment,
@@ -40,6 +42,7 @@ from bifolio.kernels.interface import (
     XieluCoefficients,
 )
 from bifolio.kernels.recurrence import recur, scan
+from bifolio.kernels.reference_adapters import DOWN, UP, changed, of_expert
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
@@ -75,6 +78,9 @@ class ReferenceKernels(HostArrays):
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
         return recurrence
 
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        return adapter
+
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
         ids = ids * (ids < table.shape[0]) if is_partial else ids
@@ -108,6 +114,12 @@ class ReferenceKernels(HostArrays):
             y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
             outputs.append(y if bias is None else y + bias)
         return outputs[0] if len(outputs) == 1 else array_namespace(x).concat(outputs, axis=-1)
+
+    def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
+        for number, adapter in enumerate(adapters.loaded):
+            rows = np.flatnonzero(adapters.rows == number)
+            y = changed(y, x, rows, adapter.products.get(site, ()))
+        return y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         columns = x.shape[-1] // len(linear.heads)
@@ -249,14 +261,17 @@ class ReferenceKernels(HostArrays):
             weights = weights * router.expert_scales[experts]
         return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
 
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         parts = np.zeros((*routing.experts.shape, experts.down[0].out_features), np.float32)  # [t, top_k, d]
         for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             tokens, choices = np.nonzero(routing.experts == number)
             if len(tokens):
+                own = None if adapters is None else of_expert(adapters, tokens, experts.site, number)
                 hidden = self.linear(x[tokens], up)
+                hidden = hidden if own is None else self.adapt(hidden, x[tokens], UP, own)
                 hidden = (self.act_mul if experts.gated else self.act)(hidden, experts.activation)
-                parts[tokens, choices] = self.linear(hidden, down)
+                y = self.linear(hidden, down)
+                parts[tokens, choices] = y if own is None else self.adapt(y, hidden, DOWN, own)
         return (parts * routing.weights[..., None]).sum(axis=1)
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:

@@ -18,6 +18,8 @@ from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
+    Adapter,
+    AdapterUse,
     Array,
     AttentionPhase,
     AttentionSegment,
@@ -37,6 +39,7 @@ from bifolio.kernels.interface import (
     Storage,
     XieluCoefficients,
 )
+from bifolio.kernels.torch_adapters import DOWN, UP, adapted, of_expert, on_torch
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_attention import attend_cached, attend_fresh, rotate, scale_by_position
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur, scan
@@ -63,7 +66,7 @@ class TorchKernels(TorchArrays):
         biases = tuple(None if bias is None else self.tensor(bias) for bias in linear.biases)
         weight, bias = _fuse(parts, biases)
         views = torch.split(weight, [part.shape[0] for part in parts])  # one copy in memory
-        return Linear(views, biases, (weight, bias), linear.shards)
+        return Linear(views, biases, (weight, bias), linear.shards, linear.site)
 
     def prepare_norm(self, norm: Norm) -> Norm:
         bias = None if norm.bias is None else self.vector(norm.bias)
@@ -88,6 +91,9 @@ class TorchKernels(TorchArrays):
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
         return prepare_vectors(recurrence, self.vector)
+
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        return on_torch(adapter, self.tensor)
 
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
@@ -119,6 +125,9 @@ class TorchKernels(TorchArrays):
     def linear(self, x: Array, linear: Linear) -> Array:
         weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
         return F.linear(x, weight, bias)
+
+    def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
+        return adapted(y, x, site, adapters)
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         weight = linear.prepared
@@ -222,14 +231,17 @@ class TorchKernels(TorchArrays):
             weights = weights * router.expert_scales[experts]
         return Routing(experts.to(torch.int32), weights * router.scale)
 
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         (up, up_bias), (down, down_bias) = experts.prepared
         parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]
         for number in torch.unique(routing.experts).tolist():
             tokens, choices = (routing.experts == number).nonzero(as_tuple=True)
+            own = None if adapters is None else of_expert(adapters, tokens, experts.site, number)
             hidden = F.linear(x[tokens], up[number], None if up_bias is None else up_bias[number])
+            hidden = hidden if own is None else adapted(hidden, x[tokens], UP, own)
             hidden = (self.act_mul if experts.gated else self.act)(hidden, experts.activation)
             y = F.linear(hidden, down[number], None if down_bias is None else down_bias[number])
+            y = y if own is None else adapted(y, hidden, DOWN, own)
             parts = parts.index_put((tokens, choices), y.float())
         return (parts * routing.weights[..., None]).sum(dim=1).to(x.dtype)
 

@@ -156,7 +156,7 @@ def hidden_states(
         x = normed = kernels.add(x, mixed)
     else:
         x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
-    return kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x))
+    return kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, batch, kernels, x))
 
 
 def _attention_of(
@@ -171,7 +171,7 @@ def _attention_of(
     heads = kernels.rope_and_write(
         qkv, layer.shape, None if layer.rope is None else rotations[layer.rope], batch, storage
     )
-    return joined(kernels.attend(heads, layer.shape, batch.segments, storage), layer.output, kernels)
+    return joined(kernels.attend(heads, layer.shape, batch.segments, storage), layer.output, batch, kernels)
 
 
 def split_columns(matrix: QuantizedTensor, at: int) -> tuple[QuantizedTensor, QuantizedTensor]:

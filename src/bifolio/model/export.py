@@ -136,7 +136,7 @@ def _layer(
         layer = replace(layer, qkv=_distinct(layer.qkv))
     orders: tuple[NDArray[np.int64] | None, ...] = (None,) * len(layer.qkv.parts)
     if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
-        orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
+        orders = row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
     yield from _norm(prefix + names.attention_norm, layer.attention_norm)
     if layer.recurrent is not None and names.recurrent is not None:
         yield from _recurrence(prefix, names.recurrent, config, layer.recurrent)
@@ -217,7 +217,7 @@ def _recurrence(
     yield from _linear(prefix, (names.output,), recurrent.output)
 
 
-def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:
+def row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:
     """Row order of queries and keys that makes (i, i + half) of each head's rotated part neighbours, or the reverse."""
     rotated = config.ropes[0].rotary_dim
     if num_parts != 3 or any(rope.rotary_dim != rotated for rope in config.ropes):

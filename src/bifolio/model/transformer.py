@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.image_rows import given_rows
 from bifolio.model.layer_inputs import gated_inputs, layer_inputs
@@ -65,7 +65,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         elif layer.mlp_norm is not None:
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:
-            delta = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x)
+            delta = feed_forward(layer, normed, config.activation, config.gated_mlp, batch, kernels, x)
             x = kernels.add(x, delta, 1.0 if layer.inputs is not None else layer.scale)
         if layer.inputs is not None and inputs is not None:
             x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
@@ -106,7 +106,7 @@ def residual_normed_layers(
         mixed = PagedAttentionLayer(layer)(x, batch, kernels, storage, rotations)
         if layer.attention_norm is not None:
             _, x = kernels.add_norm(x, mixed, layer.attention_norm)
-        delta = mlp(layer, x, config.activation, config.gated_mlp, kernels)
+        delta = mlp(layer, x, config.activation, config.gated_mlp, batch, kernels)
         if layer.mlp_norm is None:
             return kernels.add(x, delta)
         _, x = kernels.add_norm(x, delta, layer.mlp_norm)
@@ -136,7 +136,7 @@ def stream_layer(
     current = expected if mixed is None else kernels.add(expected, mixed)
     current = kernels.add(current, residual, math.sqrt(0.5))
     normed = kernels.norm(current, layer.mlp_norm)
-    delta = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, current)
+    delta = feed_forward(layer, normed, config.activation, config.gated_mlp, batch, kernels, current)
     current = kernels.add(current, delta)
     corrected = corrected_streams(own, predicted, expected, current, kernels)
     if layer.inputs is None or inputs is None:
@@ -170,11 +170,11 @@ def recurrence(
     recurrent: RecurrentWeights, x: Array, batch: Batch, kernels: KernelSet, storage: Storage | None
 ) -> Array:
     """A recurrence over the tokens of each sequence, from its stored state on."""
-    inputs = kernels.linear(x, recurrent.input)
+    inputs = product(x, recurrent.input, batch, kernels)
     if recurrent.selective is not None:
         mixed = selective_scan(recurrent, recurrent.selective, inputs, batch, kernels, storage)
-        return joined(mixed, recurrent.output, kernels)
-    return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, kernels)
+        return joined(mixed, recurrent.output, batch, kernels)
+    return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, batch, kernels)
 
 
 def selective_scan(
@@ -223,7 +223,7 @@ class PagedAttentionLayer:
         layer, shared = self.weights, {} if shared is None else shared
         rotation = None if layer.rope is None else rotations[layer.rope]
         latent = layer.latent
-        qkv = kernels.linear(x, layer.qkv) if latent is None else latent_qkv(latent, x, kernels)
+        qkv = product(x, layer.qkv, batch, kernels) if latent is None else latent_qkv(latent, x, batch, kernels)
         if layer.norms is not None:
             qkv = normed_heads(qkv, layer.norms, kernels)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
@@ -235,8 +235,8 @@ class PagedAttentionLayer:
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
         if layer.gate is not None:
-            mixed = kernels.gate(mixed, kernels.linear(x, layer.gate))
-        return joined(mixed, layer.output, kernels)
+            mixed = kernels.gate(mixed, product(x, layer.gate, batch, kernels))
+        return joined(mixed, layer.output, batch, kernels)
 
 
 def normed_heads(qkv: Array, norms: HeadNorms, kernels: KernelSet) -> Array:
@@ -249,33 +249,34 @@ def normed_heads(qkv: Array, norms: HeadNorms, kernels: KernelSet) -> Array:
     return kernels.join_columns([(query, *norms.own_queries), (key, *norms.own_keys), values])
 
 
-def latent_qkv(latent: LatentWeights, x: Array, kernels: KernelSet) -> Array:
+def latent_qkv(latent: LatentWeights, x: Array, batch: Batch, kernels: KernelSet) -> Array:
     """Queries that are compared with latents, and the latent itself as the key and the value of one head."""
     inputs = x
     if latent.query_down is not None and latent.query_norm is not None:
-        inputs = kernels.norm(kernels.linear(x, latent.query_down), latent.query_norm)
-    query = kernels.linear(inputs, latent.query)
+        inputs = kernels.norm(product(x, latent.query_down, batch, kernels), latent.query_norm)
+    query = product(inputs, latent.query, batch, kernels)
     absorbed = kernels.head_linear(query, latent.key_up, 0)
-    return kernels.join_latent(query, absorbed, kernels.linear(x, latent.latent), latent.latent_norm, latent.rope_size)
+    key = product(x, latent.latent, batch, kernels)
+    return kernels.join_latent(query, absorbed, key, latent.latent_norm, latent.rope_size)
 
 
 def feed_forward(
-    layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet, residual: Array
+    layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batch, kernels: KernelSet, residual: Array
 ) -> Array:
     """The part of a layer behind attention: a plain MLP, or a mixture of experts. x: the norm of the residual."""
     if layer.moe is None:
-        out = mlp(layer, x, activation, gated, kernels)
+        out = mlp(layer, x, activation, gated, batch, kernels)
     else:
-        out = mixture(layer, layer.moe, x, activation, gated, kernels, residual)
+        out = mixture(layer, layer.moe, x, activation, gated, batch, kernels, residual)
     return out if layer.post_mlp_norm is None else kernels.norm(out, layer.post_mlp_norm)
 
 
-def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
-    up = kernels.linear(x, layer.up)
+def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batch, kernels: KernelSet) -> Array:
+    up = product(x, layer.up, batch, kernels)
     if layer.xielu is not None:
-        return joined(kernels.xielu(up, xielu_coefficients(layer.xielu)), layer.down, kernels)
+        return joined(kernels.xielu(up, xielu_coefficients(layer.xielu)), layer.down, batch, kernels)
     mixed = kernels.act_mul(up, activation, layer.cutoff) if gated else kernels.act(up, activation)
-    return joined(mixed, layer.down, kernels)
+    return joined(mixed, layer.down, batch, kernels)
 
 
 def mixture(
@@ -284,34 +285,44 @@ def mixture(
     x: Array,
     activation: str,
     gated: bool,
+    batch: Batch,
     kernels: KernelSet,
     residual: Array,
 ) -> Array:
     """The experts that each token chooses, and the shared MLP if there is one."""
     routed = x if moe.router_norm is None else kernels.norm(residual, moe.router_norm)
-    logits = kernels.linear(routed, moe.router)
+    logits = product(routed, moe.router, batch, kernels)
     routing = kernels.route(logits, moe.choice)
     inputs = x if moe.input_norm is None else kernels.norm(residual, moe.input_norm)
     if moe.scales_inputs:
         inputs = kernels.weigh(inputs, routing)
         routing = kernels.route(logits, replace(moe.choice, renormalise=True))  # weights of 1
-    mixed = exchanged(kernels.mix_experts(inputs, routing, moe.experts), moe.shards, kernels)
+    adapters = None if moe.experts.site == NO_SITE else batch.adapters
+    mixed = exchanged(kernels.mix_experts(inputs, routing, moe.experts, adapters), moe.shards, kernels)
     mixed = mixed if moe.output_norm is None else kernels.norm(mixed, moe.output_norm)
     if not layer.up.parts:
         return mixed
-    shared = mlp(layer, x, activation, gated, kernels)
+    shared = mlp(layer, x, activation, gated, batch, kernels)
     shared = shared if moe.mlp_output_norm is None else kernels.norm(shared, moe.mlp_output_norm)
     if moe.shared_gate is not None:
-        shared = kernels.gate(shared, kernels.linear(x, moe.shared_gate))
+        shared = kernels.gate(shared, product(x, moe.shared_gate, batch, kernels))
     return kernels.add(mixed, shared)
 
 
-def joined(x: Array, linear: Linear, kernels: KernelSet) -> Array:
+def product(x: Array, linear: Linear, batch: Batch, kernels: KernelSet) -> Array:
+    """A product, changed by the adapters of the batch."""
+    y = kernels.linear(x, linear)
+    if batch.adapters is None or linear.site == NO_SITE:
+        return y
+    return kernels.adapt(y, x, linear.site, batch.adapters)
+
+
+def joined(x: Array, linear: Linear, batch: Batch, kernels: KernelSet) -> Array:
     """A product whose input is spread over the ranks of tensor parallelism; its result is whole on every rank."""
     shards = linear.shards
     if shards is not None and shards.inputs:
         x = kernels.all_gather(x, shards.inputs)
-    return exchanged(kernels.linear(x, linear), shards, kernels)
+    return exchanged(product(x, linear, batch, kernels), shards, kernels)
 
 
 def exchanged(x: Array, shards: Shards | None, kernels: KernelSet) -> Array:

@@ -132,7 +132,7 @@ class HeadRun(ABC):
                 order = np.concatenate([order, rng.permutation(np.arange(self.num_held_out, len(self.texts)))])
             rows, order = order[: settings.batch_size], order[settings.batch_size :]
             for group in self.optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _share(step, self._done(step, time.monotonic() - began))
+                group["lr"] = settings.learning_rate * share_of_rate(step, self._done(step, time.monotonic() - began))
             loss, _ = self._loss(rows)
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -179,6 +179,6 @@ class HeadRun(ABC):
         return self._loss(np.arange(max(self.num_held_out, 1)))[1]
 
 
-def _share(step: int, done: float) -> float:
+def share_of_rate(step: int, done: float) -> float:
     """Share of the highest learning rate: a short warm-up, then a cosine to a tenth at the end of the run."""
     return min(step / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * done))

@@ -52,7 +52,7 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
     """The fields of a configuration that a rank needs, as plain values."""
     fields = asdict(replace(config, speculative=None))
     cache = fields.pop("cache")
-    del fields["speculative"]
+    del fields["speculative"], fields["adapters"]
     return {"cache": cache, "engine": fields}
 
 

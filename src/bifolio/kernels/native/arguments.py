@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.kernels.interface import (
+    AdapterUse,
     Array,
     AttentionShape,
     Batch,
@@ -108,6 +109,16 @@ def state_arrays(batch: Batch) -> dict[str, np.ndarray]:
     return {
         name: np.ascontiguousarray(array, np.int32)
         for name, array in zip(names, states_of(batch).arrays(), strict=True)
+    }
+
+
+def native_adapters(use: AdapterUse | None) -> dict[str, Any]:
+    """The adapters of a batch, and the one of each token."""
+    if use is None:
+        return {}
+    return {
+        "adapters": [each.prepared for each in use.loaded],
+        "adapter_rows": np.ascontiguousarray(use.rows, np.int32),
     }
 
 

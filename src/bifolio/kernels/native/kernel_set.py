@@ -17,6 +17,8 @@ from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
+    Adapter,
+    AdapterUse,
     Array,
     AttentionPhase,
     AttentionSegment,
@@ -26,6 +28,7 @@ from bifolio.kernels.interface import (
     HeadLinear,
     Heads,
     Linear,
+    LowRank,
     Network,
     Norm,
     Recurrence,
@@ -35,6 +38,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.native.arguments import (
     ACTIVATION_CODES,
     floats,
+    native_adapters,
     native_cache,
     native_recurrence,
     native_states,
@@ -122,6 +126,28 @@ class NativeKernels(NativeOperations, HostArrays):
         code, data = self._accepted(tensor)
         return self.native.Table(code, data, tensor.shape[1])
 
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        """Pack the matrices on the calling thread: the threads of the engine are not stopped."""
+        alone = self.native.Pool(1)
+
+        def matrix(value: Array, bias: Array | None = None) -> Any:
+            code, data = self._accepted(as_tensor(value))
+            own = None if bias is None else floats(bias)
+            return self.native.make_linear([(code, data)], value.shape[1], own, 1, False, alone)
+
+        def packed(part: LowRank) -> tuple[int, Any, Any]:
+            return part.column, matrix(part.down), matrix(part.up, part.bias)
+
+        products = [(site, *packed(part)) for site, parts in adapter.products.items() for part in parts]
+        experts = [
+            (site, number, side, *packed(part))
+            for site, each in adapter.experts.items()
+            for number, sides in enumerate(each)
+            for side, parts in enumerate(sides)
+            for part in parts
+        ]
+        return replace(adapter, prepared=self.native.Adapter(products, experts))
+
     def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
         """The native code of a format, and the bytes of the file; integers and doubles are converted."""
         accepted = convert(tensor, self.formats)
@@ -167,10 +193,12 @@ class NativeKernels(NativeOperations, HostArrays):
         slots: Array | None = None,
         segments: tuple[AttentionSegment, ...] = (),
         states: Batch | None = None,
+        adapters: AdapterUse | None = None,
         storage: Storage | None = None,
     ) -> dict[str, Any]:
         """The inputs of a pass as a program takes them."""
         found: dict[str, Any] = {} if states is None else dict(state_arrays(states))
+        found.update(native_adapters(adapters))
         for name, array in (("ids", ids), ("positions", positions)):
             if array is not None:
                 found[name] = np.ascontiguousarray(array, np.int32)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bifolio.kernels.interface import (
+    AdapterUse,
     Array,
     AttentionSegment,
     AttentionShape,
@@ -126,6 +127,11 @@ class NativeOperations:
     def linear(self, x: Array, linear: Linear) -> Array:
         return self.run("linear", (x,), self.kernels.packed(linear))
 
+    def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
+        """Rows are changed in place: an array is copied first."""
+        rows = y if isinstance(y, Register) else np.array(y, np.float32, order="C")
+        return self.run("adapt", (rows, x), site, adapters=adapters)
+
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         return self.run("head_linear", (x,), self.kernels.packed_heads(linear), start)
 
@@ -145,11 +151,14 @@ class NativeOperations:
             first = weights.width // 2
         return self.mix_streams(x, self.join_columns([(weights, first, first + 1)]), 1)
 
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         rows = routing.experts
         if not isinstance(rows, Register):
             rows = np.concatenate([np.asarray(rows, np.int32).view(np.float32), floats(routing.weights)], axis=1)
-        return self.run("mix_experts", (x, rows), self.kernels.packed_experts(experts))
+        packed = self.kernels.packed_experts(experts)
+        if adapters is None:
+            return self.run("mix_experts", (x, rows), packed)
+        return self.run("mix_experts", (x, rows), packed, experts.site, adapters=adapters)
 
     # -- attention and recurrences ------------------------------------------------------------------------------------
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:

@@ -6,23 +6,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch, Network, Storage, TimedOperation
+from bifolio.kernels.interface import (
+    AdapterUse,
+    AttentionPhase,
+    AttentionSegment,
+    Batch,
+    Network,
+    Storage,
+    TimedOperation,
+)
+from bifolio.kernels.native.arguments import native_adapters
 from bifolio.kernels.native.operations import BatchInput, NativeOperations, Register
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
 
+NO_ADAPTERS = AdapterUse((), np.zeros(0, np.int32))  # a placeholder: operations are recorded for any
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 
 
 class NativeProgram:
     """A recorded network; replayed for any batch with a cache in one native call."""
 
-    def __init__(self, kernels: NativeKernels, network: Network) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: NativeKernels, network: Network, adapts: bool = False) -> None:
+        """`adapts`: of batches with adapters, which need further operations."""
+        self._kernels, self._network = kernels, network
+        self._adapting: NativeProgram | None = None  # the same network for batches with adapters
         self._bound: tuple[Storage | None, Any, Any] = (None, None, None)  # the last run's storage, its native forms
         recorder = ProgramRecorder(kernels)
-        batch = Batch(BatchInput.TOKEN_IDS, BatchInput.POSITIONS, None, (), BatchInput.LOGIT_ROWS)
+        inputs = BatchInput.TOKEN_IDS, BatchInput.POSITIONS, None, (), BatchInput.LOGIT_ROWS
+        batch = Batch(*inputs, adapters=NO_ADAPTERS if adapts else None)
         result = network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are registers, not arrays
         self._program, self._width, self._recorded = recorder.program, result.width, recorder.recorded
         self._of_tokens = not self._program.of_logit_rows(result.number)
@@ -30,12 +43,21 @@ class NativeProgram:
 
     def run(self, batch: Batch, storage: Storage) -> np.ndarray:
         """The result of one forward pass: logits f32[r, vocab], or rows of all tokens."""
-        return self._run(batch, storage, False)[0]
+        return self._for(batch)._run(batch, storage, False)[0]
 
     def profile(self, batch: Batch, storage: Storage) -> tuple[np.ndarray, list[TimedOperation]]:
-        result, seconds = self._run(batch, storage, True)
-        timed = zip(self._recorded, seconds, strict=True)
+        program = self._for(batch)
+        result, seconds = program._run(batch, storage, True)
+        timed = zip(program._recorded, seconds, strict=True)
         return result, [TimedOperation(name, weights, each) for (name, weights), each in timed]
+
+    def _for(self, batch: Batch) -> NativeProgram:
+        """The program that has the operations of the batch."""
+        if batch.adapters is None:
+            return self
+        if self._adapting is None:
+            self._adapting = NativeProgram(self._kernels, self._network, adapts=True)
+        return self._adapting
 
     def _run(self, batch: Batch, storage: Storage, profile: bool) -> tuple[np.ndarray, list[float]]:
         if self._bound[0] is not storage:
@@ -58,6 +80,7 @@ class NativeProgram:
             self._bound[2],
             *((None, None, None) if use is None else use.arrays()),
             profile,
+            **native_adapters(batch.adapters),
         )
         return result, seconds
 

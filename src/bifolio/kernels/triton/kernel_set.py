@@ -13,6 +13,8 @@ import triton
 from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.interface import (
+    Adapter,
+    AdapterUse,
     Array,
     AttentionPhase,
     AttentionSegment,
@@ -150,6 +152,9 @@ class TritonKernels(TorchArrays):
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
         return self._torch.prepare_recurrence(recurrence)
 
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        return self._torch.prepare_adapter(adapter)
+
     # -- the network ------------------------------------------------------------------------------------------------
     def tabulate(self, rotations: Sequence[tuple[Array, float]], max_position: int) -> None:
         """Tabulate cosine and sine for all positions below `max_position`, for lookups in CUDA graphs."""
@@ -209,6 +214,9 @@ class TritonKernels(TorchArrays):
             x = tensor(x).to(self.dtype)  # the residual stream is f32
         return self._products.linear(x, linear)
 
+    def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
+        return self._torch.adapt(tensor(y), tensor(x), site, adapters)
+
     def exchanged(self, x: Array) -> Array:
         """Products stay f32, as those that are added to the residual stream without an exchange."""
         is_new = isinstance(x, Product) and x.value is None
@@ -237,7 +245,9 @@ class TritonKernels(TorchArrays):
         values = tensor(logits)
         return route(values, router) if can_route(router, values.shape[1]) else self._torch.route(values, router)
 
-    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
+        if adapters is not None:
+            raise ConfigError("adapters of experts do not run on a GPU yet: use device='cpu'")
         is_deferred = isinstance(x, Normed) and x.value is None
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 

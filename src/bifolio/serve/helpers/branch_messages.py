@@ -9,6 +9,8 @@ import msgspec
 
 from bifolio.api.messages import (
     Abort,
+    Adapt,
+    AdapterList,
     Beat,
     BranchCall,
     BranchReply,
@@ -62,9 +64,9 @@ class Scraped(msgspec.Struct, tag="scraped"):
     body: bytes
 
 
-FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Control | Samples | Scrape
+FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Adapt | BranchCall | Control | Samples | Scrape
 ToBranch = (
-    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Controlled
+    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | AdapterList | BranchReply | Controlled
     | Beat | Lost | Drain | Scraped
 )  # fmt: skip
 

@@ -167,22 +167,25 @@ class Handlers:
 
     # -- looking -------------------------------------------------------------------------------------------------------
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, r.ModelList([self._card()]))
+        adapters = [self._card(each.name) for each in self._context.engine.adapters]
+        await send_json(send, r.ModelList([self._card(), *adapters]))
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._context.check_model(scope["path_params"]["name"])
-        await send_json(send, self._card())
+        name = scope["path_params"]["name"]
+        await send_json(send, self._card(name if self._context.adapters_of(name) else None))
 
-    def _card(self) -> r.ModelCard:
+    def _card(self, adapter: str | None = None) -> r.ModelCard:
+        """The card of the model, or of one of its adapters."""
         context = self._context
         defaults = request_defaults(context.model.sampling_defaults)
         has_template = context.model.chat_template is not None
         return r.ModelCard(
-            context.name,
+            adapter or context.name,
             context.created,
             context.max_model_len,
             has_chat_template=has_template,
             sampling_defaults=defaults,
+            parent=None if adapter is None else context.name,
         )
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -236,6 +239,7 @@ def make_app(
     keys: KeyRing | None = None,
     cors_origins: Iterable[str] = (),
     hosts: Iterable[str] | None = None,
+    admin_keys: KeyRing | None = None,
 ) -> App:
     """The application, guarded. `hosts`: the names that a server without keys answers to; None: any."""
     handlers = Handlers(context)
@@ -250,18 +254,22 @@ def make_app(
     routes += [
         Route(path, Endpoint(context, "page", file_handler(*file)), methods=["GET"]) for path, file in files.items()
     ]
-    middleware = guarded(keys or KeyRing(), files, cors_origins, hosts)
+    middleware = guarded(keys or KeyRing(), files, cors_origins, hosts, admin_keys)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app
 
 
 def guarded(
-    keys: KeyRing, open_paths: Iterable[str], cors_origins: Iterable[str], hosts: Iterable[str] | None
+    keys: KeyRing,
+    open_paths: Iterable[str],
+    cors_origins: Iterable[str],
+    hosts: Iterable[str] | None,
+    admin_keys: KeyRing | None = None,
 ) -> list[Middleware]:
     """The middleware in front of all routes, the outermost first."""
     origins = list(cors_origins)
-    middleware = [Middleware(Guard, keys=keys, open_paths=open_paths)]
+    middleware = [Middleware(Guard, keys=keys, open_paths=open_paths, admin_keys=admin_keys)]
     if hosts is not None and not keys:
         middleware.insert(0, Middleware(HostGuard, hosts=list(hosts), origins=origins))
     if origins:

@@ -16,6 +16,7 @@ from bifolio.handshakes import network_of
 from bifolio.serve.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # need an admin key
 PLAIN_KEY_PATHS = (b"/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
 SECRET_BYTES = 32
@@ -150,9 +151,12 @@ def read_keys(keys: Iterable[str], files: Iterable[Path]) -> list[str]:
 class Guard:
     """ASGI middleware: the outermost, so that not even a wrong path is answered without a key."""
 
-    def __init__(self, app: App, keys: KeyRing, open_paths: Iterable[str] = ()) -> None:
+    def __init__(
+        self, app: App, keys: KeyRing, open_paths: Iterable[str] = (), admin_keys: KeyRing | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._admin_keys = admin_keys or KeyRing()
         self._open = OPEN_PATHS | frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,7 +166,13 @@ class Guard:
         if scope["type"] != "http":  # no websockets here
             await send({"type": "websocket.close", "code": 1008})
             return
-        tenant = self._keys.tenant_of(scope["path"].encode(), scope["headers"])
+        is_admin = scope["path"] in ADMIN_PATHS
+        if is_admin and not self._admin_keys:
+            error = ApiError(403, "this path changes the server: start it with --admin-key-file", "admin_key_needed")
+            await send_error(send, error, scope["path"])
+            return
+        keys = self._admin_keys if is_admin else self._keys
+        tenant = keys.tenant_of(scope["path"].encode(), scope["headers"])
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
             error = ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key")
             await send_error(send, error, scope["path"])

@@ -17,7 +17,7 @@ from bifolio.model.loaded import TextModel
 from bifolio.serve.helpers.grammar_checks import GrammarChecks
 from bifolio.serve.helpers.helper import Helper, new_helper
 from bifolio.serve.http.auth import Tenant
-from bifolio.serve.http.errors import ApiError, queue_full
+from bifolio.serve.http.errors import ApiError, bad_request, queue_full
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.http.token_text import TokenTexts
 from bifolio.serve.http.tokenizing import TokenizerPool
@@ -173,13 +173,28 @@ class ServerContext:
             )
 
     def check_model(self, wanted: str | None) -> None:
-        if wanted is not None and wanted not in ("", self.name):
-            raise ApiError(
-                404,
-                f"the model {wanted!r} does not exist; this server has {self.name!r}: pass this name, or none",
-                "model_not_found",
-                param="model",
-            )
+        """Refuse a name that is neither the model's nor that of an adapter."""
+        self.adapters_of(wanted)
+
+    def check_base(self, wanted: str | None) -> None:
+        """Refuse a name that is not the model's own."""
+        if self.adapters_of(wanted):
+            raise bad_request(f"{wanted!r} is an adapter, which generates text only: pass {self.name!r}", "model")
+
+    def adapters_of(self, wanted: str | None) -> list[tuple[str, float]]:
+        """The adapters, with factors, of a request to a model: the model's name and none stand for the base."""
+        if wanted is None or wanted in ("", self.name):
+            return []
+        known, hello = [each.name for each in self.engine.adapters], self.engine.hello
+        if wanted in known or (hello is not None and hello.loads_adapters):
+            return [(wanted, 1.0)]
+        names, one = ", ".join(map(repr, [self.name, *known])), "one" if known else "this name"
+        raise ApiError(
+            404,
+            f"the model {wanted!r} does not exist; this server has {names}: pass {one}, or none",
+            "model_not_found",
+            param="model",
+        )
 
 
 def public_name(reference: str | Path | None, given: str | None) -> str:

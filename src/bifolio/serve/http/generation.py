@@ -58,10 +58,13 @@ class Job:
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False
     images: tuple[PromptImage, ...] = ()  # of its only prompt
+    model: str = ""  # as the answer names it
+    adapters: list[tuple[str, float]] = field(default_factory=list)  # names and factors
 
     @classmethod
     def of(
         cls,
+        context: ServerContext,
         request: Generation,
         tenant: Tenant,
         prompts: Sequence[list[int]],
@@ -83,6 +86,8 @@ class Job:
             stream_options.include_steps,
             stream_options.interval_ms / 1000,
             transfer_params=request.kv_transfer_params,
+            model=request.model or context.name,
+            adapters=context.adapters_of(request.model),
             wants_receipt=wanted_receipt(request, len(prompts)),
         )
 
@@ -172,6 +177,7 @@ class Run:
                     job.branch_use,
                     job.wants_receipt,
                     [Image.of(image) for image in job.images],
+                    job.adapters,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

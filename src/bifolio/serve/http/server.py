@@ -47,6 +47,7 @@ class ServerSettings:
     port: int = 8000
     model_name: str | None = None  # as clients see it
     keys: Sequence[str] = ()
+    admin_keys: Sequence[str] = ()  # of the paths that change the server; none: those are closed
     cors_origins: Sequence[str] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -231,7 +232,7 @@ def make_server(
 ) -> Server:
     """The server of one of `num_front_ends` front ends, which share the limits on connections evenly."""
     keys = KeyRing(settings.keys, secret)
-    app = make_app(context, keys, settings.cors_origins, answered_hosts(settings))
+    app = make_app(context, keys, settings.cors_origins, answered_hosts(settings), KeyRing(settings.admin_keys))
     return new_server(settings, app, keys, context, num_front_ends)
 
 

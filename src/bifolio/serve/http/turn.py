@@ -96,7 +96,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
     if params.grammar is not None:
         await context.grammars.require(*params.grammar, tenant.share)
     context.check_scored([prompt], drawn, params)
-    job = Job.of(request, tenant, [prompt], params, drawn)
+    job = Job.of(context, request, tenant, [prompt], params, drawn)
     job.images = with_places(context, prompt, pictures)
     job.parent = "" if history is None else history.request_id
     tail = rendered[-1][0] if rendered else ""

@@ -108,6 +108,7 @@ class EngineConnection:
         self._step_seconds = 0.0
         self._closing = False
         self.hello: m.Hello | None = None  # of the engine that runs now
+        self.adapters: list[m.AdapterInfo] = []
         self.stats: dict[str, float] = {}
         self._base: dict[str, float] = {}  # counters of the engines before this one
         self.num_restarts = 0
@@ -163,10 +164,14 @@ class EngineConnection:
             self._take_refusal(message)
         elif isinstance(message, m.Embedding | m.Picture | m.Recalled | m.BranchReply | m.Controlled):
             self._answer(message.id, message)
+        elif isinstance(message, m.AdapterList):
+            self.adapters = message.adapters
+            self._answer(message.id, message)
         elif isinstance(message, m.Beat):
             self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
+            self.adapters = message.adapters
         elif isinstance(message, m.Hello):
-            self.hello, self._last_beat = message, time.monotonic()
+            self.hello, self._last_beat, self.adapters = message, time.monotonic(), message.adapters
 
     def _answer(self, request_id: str, message: Any) -> None:
         answer = self._answers.pop(request_id, None)
@@ -234,6 +239,11 @@ class EngineConnection:
         request_id = self.new_id()
         found: m.Recalled = await self._ask(request_id, m.Recall(request_id, name, owner, drops))
         return found
+
+    async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:
+        """Load an adapter, or forget its name where there is no path."""
+        request_id = self.new_id()
+        await self._ask(request_id, m.Adapt(request_id, name, path, in_place))
 
     async def branch(self, call: m.BranchCall) -> m.BranchReply:
         """Run a verb on a branch; its id is set here."""

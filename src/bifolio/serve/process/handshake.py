@@ -46,10 +46,12 @@ class Lost(msgspec.Struct, tag="lost"):
 
 
 FromHost = (
-    Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.BranchReply
-    | m.Controlled | m.Beat | Lost
+    Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.AdapterList
+    | m.BranchReply | m.Controlled | m.Beat | Lost
 )  # fmt: skip
-ToHost = Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall | m.BranchCall | m.Control
+ToHost = (
+    Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall | m.Adapt | m.BranchCall | m.Control
+)  # fmt: skip
 from_host_decoder = msgspec.msgpack.Decoder(FromHost)
 to_host_decoder = msgspec.msgpack.Decoder(ToHost)
 

@@ -20,6 +20,7 @@ from typing import Any
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
 from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
@@ -28,6 +29,7 @@ from bifolio.pooling_params import PoolingParams
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
+from bifolio.serve.process.adapter_loader import AdapterLoader
 from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.fairness import FairThread, Turns
@@ -72,6 +74,7 @@ class EngineService:
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _pooled: dict[str, Request] = field(init=False, default_factory=dict)  # requests for vectors and scores
+    _adapters: AdapterLoader = field(init=False)
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
@@ -83,6 +86,7 @@ class EngineService:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._branches = BranchTable(self.llm.branches, self.send)
+        self._adapters = AdapterLoader(self.llm.engine.adapters)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
 
@@ -90,6 +94,7 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.close()
+        self._adapters.close()
         self.llm.engine.close_tiers()
         for part in (self.publisher, self.transfer):
             if part is not None:
@@ -108,6 +113,8 @@ class EngineService:
             block_size=engine.blocks.block_size,
             short_context=short_context(engine.model.config),
             plan=self.llm.plan.lines(),
+            adapters=self._adapters.known(),
+            loads_adapters=engine.config.adapters.folder is not None,
             kv_cache_dtype=str(engine.config.cache.dtype),
             enable_prefix_caching=engine.config.cache.enable_prefix_caching,
             transfer_port=0 if self.transfer is None else self.transfer.port,
@@ -118,7 +125,11 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_fetched = self.transfer is not None and not message.branch and self.transfer.fetch(message, self._begin)
+            is_fetched = (
+                self.transfer is not None
+                and not (message.branch or message.adapters)
+                and self.transfer.fetch(message, self._begin)
+            )
             if not is_fetched and message.wants_receipt and "identity" not in vars(self.llm):
                 threading.Thread(target=self._identify_first, args=(message,), daemon=True).start()
             elif not is_fetched:
@@ -139,6 +150,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):
             self._conversations.handle(message, self.send, self.thread)
+        elif isinstance(message, m.Adapt):
+            self._adapters.change(message, self.send)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
 
@@ -148,9 +161,19 @@ class EngineService:
         self._begin(message)
 
     def _begin(self, message: m.Start) -> None:
+        """Queue a request, once its adapter is in memory and its grammar is compiled."""
+        if message.adapters:
+            self._adapters.find(message, self._begin_with, self._refuse_early)
+        else:
+            self._begin_with(message, None)
+
+    def _refuse_early(self, request_id: str, error: BifolioError) -> None:
+        self.thread.post(lambda engine: self._refuse(request_id, error))
+
+    def _begin_with(self, message: m.Start, adapter: LoadedAdapter | None) -> None:
         if message.grammar is not None:
-            return self._compile_first(message)
-        return self._post(message.id, lambda engine: self._start(engine, message))
+            return self._compile_first(message, adapter)
+        return self._post(message.id, lambda engine: self._start(engine, message, adapter))
 
     def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
         """Queue a command whose failure, of any kind, refuses one request and nothing else."""
@@ -181,10 +204,11 @@ class EngineService:
             stats["num_accepted_tokens"] = float(speculator.stats.num_accepted_tokens)
         stats["cpu_seconds"] = time.process_time()
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
-        return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
+        seconds = 0.0 if started is None else max(time.monotonic() - started, 0.0)
+        return m.Beat(stats, seconds, self._adapters.known())
 
     # -- grammars ------------------------------------------------------------------------------------------------------
-    def _compile_first(self, message: m.Start) -> None:
+    def _compile_first(self, message: m.Start, adapter: LoadedAdapter | None) -> None:
         """Compile on a thread of its own while the steps of other requests go on.
 
         The front end sends grammars that a helper process has found to be cheap. All wait for one thread, which
@@ -204,7 +228,7 @@ class EngineService:
                 reason = error
                 self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
             else:
-                self._post(message.id, lambda engine: self._start_compiled(engine, message, compiled))
+                self._post(message.id, lambda engine: self._start_compiled(engine, message, adapter, compiled))
 
         try:
             self._compiler.submit(message.share, compile_it)
@@ -228,16 +252,24 @@ class EngineService:
         if self._compiling.pop(request_id, None) is not None:
             self._refuse(request_id, error)
 
-    def _start_compiled(self, engine: InferenceEngine, message: m.Start, grammar: object) -> None:
+    def _start_compiled(
+        self, engine: InferenceEngine, message: m.Start, adapter: LoadedAdapter | None, grammar: object
+    ) -> None:
         if self._compiling.pop(message.id, None) is not None:  # else it was aborted meanwhile
-            self._start(engine, message, grammar)
+            self._start(engine, message, adapter, grammar)
 
-    def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+    def _start(
+        self,
+        engine: InferenceEngine,
+        message: m.Start,
+        adapter: LoadedAdapter | None,
+        grammar: object | None = None,
+    ) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
         values = {**message.params, **({} if grammar is None else {"grammar": grammar})}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
-        options: RequestOptions = {"salt": message.salt, "owner": message.share}
+        options: RequestOptions = {"salt": message.salt, "owner": message.share, "adapter": adapter}
         options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
             prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
@@ -271,6 +303,7 @@ class EngineService:
         self.send(m.Refused(request_id, kind, str(error)))
 
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
+        self._adapters.abort(ids)
         for request_id in ids:
             self._compiling.pop(request_id, None)
             self._forget(request_id)

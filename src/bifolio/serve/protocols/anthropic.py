@@ -185,7 +185,7 @@ class MessageCall:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.turn.context.name,
+            "model": self.turn.job.model,
             "content": blocks,
             "stop_reason": None,
             "stop_sequence": None,

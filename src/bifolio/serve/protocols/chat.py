@@ -72,7 +72,7 @@ class ChatCall:
     # -- whole -------------------------------------------------------------------------------------------------------
     def whole(self, whole: Whole, usage: Usage) -> ChatCompletion:
         choices = [self._choice(index, answer) for index, answer in whole.choices()]
-        return ChatCompletion(self.id, "chat.completion", self.created, self.context.name, choices, usage)
+        return ChatCompletion(self.id, "chat.completion", self.created, self.job.model, choices, usage)
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         reader = self.turn.reader()
@@ -106,7 +106,7 @@ class ChatCall:
             for news in batch:
                 steps = watched_steps(news.update, 0, self.context.texts)
                 if steps is not None:
-                    empty = ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [], usage)
+                    empty = ChatChunk(self.id, "chat.completion.chunk", self.created, self.job.model, [], usage)
                     events.append(msgspec.structs.replace(empty, steps=steps))
                 for piece in news.pieces:
                     if self._is_plain(piece):
@@ -115,7 +115,7 @@ class ChatCall:
                         events += [self._chunk(chunk, usage) for chunk in self._chunks(piece)]
             yield events
         if wants_usage:
-            yield [ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [], run.usage())]
+            yield [ChatChunk(self.id, "chat.completion.chunk", self.created, self.job.model, [], run.usage())]
 
     def _is_plain(self, piece: Piece) -> bool:
         """Whether a chunk of the first choice has text alone."""
@@ -126,7 +126,7 @@ class ChatCall:
         return is_text and not self.job.params.drop_output
 
     def _chunk(self, choice: ChatChunkChoice, usage: msgspec.UnsetType | None) -> ChatChunk:
-        return ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [choice], usage)
+        return ChatChunk(self.id, "chat.completion.chunk", self.created, self.job.model, [choice], usage)
 
     def _chunks(self, piece: Piece) -> list[ChatChunkChoice]:
         state, chunks = self._choices.get(piece.index), []

@@ -68,7 +68,7 @@ class CompletionCall:
         return choice
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
-        return Completion(self.id, "text_completion", self.created, self.context.name, choices, usage)
+        return Completion(self.id, "text_completion", self.created, self.job.model, choices, usage)
 
     # -- in pieces -----------------------------------------------------------------------------------------------------
     async def events(self, run: Run) -> AsyncIterator[list[Event]]:
@@ -209,7 +209,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
             "prompt",
         )
     context.check_scored([tokens for _, tokens in prompts], drawn, params)
-    job = Job.of(request, tenant, [tokens for _, tokens in prompts], params, drawn)
+    job = Job.of(context, request, tenant, [tokens for _, tokens in prompts], params, drawn)
     return CompletionCall(context, request, prompts, job)
 
 

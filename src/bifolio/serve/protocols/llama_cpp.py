@@ -121,7 +121,7 @@ class LlamaCppCall:
         return {
             "id_slot": 0,
             "stop": True,
-            "model": self.context.name,
+            "model": self.job.model,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.prompt_tokens_details.cached_tokens,
@@ -178,6 +178,7 @@ async def completion(context: ServerContext, scope: Scope, receive: Receive, sen
         wanted.prompt = [*tokens]
     inner = await prepare_completion(context, wanted, tenant)
     inner.job.images = images
+    set_adapters(context, request, inner.job)
     await run_call(context, LlamaCppCall(context, request, inner), scope, receive, send, EVENTS)
 
 
@@ -201,7 +202,19 @@ async def infill(context: ServerContext, scope: Scope, receive: Receive, send: S
     completion.prompt = [*tokens]
     completion.stop_token_ids = None if request.ignore_eos else list(marks.ends)
     inner = await prepare_completion(context, completion, tenant_of(scope))
+    set_adapters(context, request, inner.job)
     await run_call(context, LlamaCppCall(context, request, inner, is_cut), scope, receive, send, EVENTS)
+
+
+def set_adapters(context: ServerContext, request: LlamaCppRequest, job: Job) -> None:
+    """The adapters that a request names by their numbers."""
+    if request.lora is None:
+        return
+    names = {each.number - 1: each.name for each in context.engine.adapters}
+    for each in request.lora:
+        if each.id not in names:
+            raise bad_request(f"no adapter has the id {each.id}: GET /lora-adapters lists them", "lora")
+    job.adapters = [(names[each.id], each.scale) for each in request.lora]
 
 
 def check_supported(request: LlamaCppRequest) -> None:

@@ -22,6 +22,13 @@ class MediaPrompt(Strict, kw_only=True):
     multimodal_data: Annotated[list[p.Url], Meta(max_length=256)]  # base64
 
 
+class ScaledAdapter(Strict, kw_only=True):
+    """An adapter by its number in `/lora-adapters`."""
+
+    id: Annotated[int, Meta(ge=0, le=p.BIG)]
+    scale: Annotated[float, Meta(ge=-1000, le=1000)] = 1.0
+
+
 class LlamaCppRequest(Strict, kw_only=True):
     """A completion."""
 
@@ -54,6 +61,7 @@ class LlamaCppRequest(Strict, kw_only=True):
     response_fields: Annotated[list[Name], Meta(max_length=64)] | None = None  # "content", "timings/prompt_n"
     stop: p.Stop | None = None
     model: Name | None = None
+    lora: Annotated[list[ScaledAdapter], Meta(max_length=64)] | None = None  # their sum, in place of `model`'s
     # refused, but for the value that means "off"
     grammar: Annotated[str, Meta(max_length=0)] | None = None
     n_probs: Setting | None = None

@@ -81,6 +81,7 @@ def _chat(request: OllamaBase, messages: Sequence[OllamaMessage], context: Serve
         raise bad_request(f"{context.name!r} does not support thinking: leave think out", "think")
     tools = request.tools if isinstance(request, OllamaChatRequest) else None
     return p.ChatRequest(
+        model=request.model.removesuffix(":latest"),
         messages=_messages(messages),
         tools=tools or None,
         **given(reasoning_effort=effort, logprobs=request.logprobs, top_logprobs=request.top_logprobs),
@@ -172,7 +173,7 @@ class OllamaCallShape:
             yield events
 
     def _line(self, content: str, thinking: str, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.context.name, "created_at": now()}
+        body: dict[str, Any] = {"model": self.job.model, "created_at": now()}
         extra = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
         if self.is_chat:
             return body | {"message": {"role": "assistant", "content": content, **extra}}
@@ -258,7 +259,10 @@ async def _completion(context: ServerContext, request: GenerateRequest, tenant: 
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     scores = (request.top_logprobs or 0) if request.logprobs else None
-    completion = p.CompletionRequest(prompt=text, suffix=request.suffix, logprobs=scores, **_sampling(request))
+    model = request.model.removesuffix(":latest")
+    completion = p.CompletionRequest(
+        model=model, prompt=text, suffix=request.suffix, logprobs=scores, **_sampling(request)
+    )
     prepared = await prepare_completion(context, completion, tenant)
     return OllamaCallShape(context, prepared.job, False, request)
 
@@ -277,7 +281,7 @@ async def chat(context: ServerContext, scope: Scope, receive: Receive, send: Sen
 
 async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), EmbedRequest)
-    context.check_model(request.model.removesuffix(":latest"))
+    context.check_base(request.model.removesuffix(":latest"))
     began = time.perf_counter()
     inputs = await encoded(context, request.input, None if request.truncate is False else -1)
     most, longest = context.max_model_len, max(len(text.token_ids) for text in inputs)

@@ -198,6 +198,7 @@ class ModelCard(msgspec.Struct):
     owned_by: str = "bifolio"
     has_chat_template: bool = False
     sampling_defaults: dict[str, float] = {}  # of requests that set none, under the names of the API
+    parent: str | None = None  # of an adapter: the model that it changes
 
 
 class ModelList(msgspec.Struct):

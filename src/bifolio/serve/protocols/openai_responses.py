@@ -180,7 +180,7 @@ class ResponseCall:
         return response
 
     def _empty(self) -> dict[str, Any]:
-        model, limit = self.turn.context.name, self.request.max_output_tokens
+        model, limit = self.turn.job.model, self.request.max_output_tokens
         return response_object(self.request, self.id, self.created, model, limit)
 
     async def events(self, run: Run) -> AsyncIterator[list[Event]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bifolio.serve.protocols import (
+    adapters,
     anthropic,
     branches,
     embeddings,
@@ -23,4 +24,5 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *rollouts.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
+    *adapters.ROUTES,
 )

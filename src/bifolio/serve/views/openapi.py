@@ -12,6 +12,7 @@ from bifolio.serve.protocols import branch_types as b
 from bifolio.serve.protocols import openai_answers as r
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols import rollout_types as t
+from bifolio.serve.protocols.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
 from bifolio.serve.protocols.ignored import describe
 from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
@@ -107,6 +108,9 @@ PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/infill", "post", "Fill a gap in a text (llama.cpp)", InfillRequest),
     ("/props", "get", "Properties of the server (llama.cpp)", None),
     ("/slots", "get", "Slots (llama.cpp)", None),
+    ("/lora-adapters", "get", "Adapters by number (llama.cpp)", None),
+    ("/v1/load_lora_adapter", "post", "Load an adapter; needs an admin key (vLLM)", LoadAdapterRequest),
+    ("/v1/unload_lora_adapter", "post", "Forget an adapter; needs an admin key (vLLM)", UnloadAdapterRequest),
 )
 EVENTS = {"/v1/completions": r.Completion, "/v1/chat/completions": r.ChatChunk}
 ERRORS = {

@@ -1,0 +1,99 @@
+"""Micro-benchmark: decode steps on the CPU with low-rank adapters (docs/lora.md).
+
+    python -m benchmarks.micro.adapters MODEL [--rank 16] [--rounds 5] [--tokens 24]
+
+Random adapters of all attention and MLP matrices. One engine runs each workload for a few tokens, in turns, so that a
+change of the machine's speed meets all of them; a row is the median over the rounds, and its ratio the median of the
+ratios of each round to the base in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bifolio import LLM, SamplingParams
+from bifolio.model.adapters.layout import traced_layers
+from bifolio.model.huggingface.safetensors_file import write_safetensors
+
+PROMPT = 32  # tokens
+WORKLOADS = {  # sequences, different adapters
+    "1 sequence, base": (1, 0),
+    "1 sequence, 1 adapter": (1, 1),
+    "16 sequences, base": (16, 0),
+    "16 sequences, 1 adapter": (16, 1),
+    "16 sequences, 16 adapters": (16, 16),
+}
+
+
+def write_adapter(llm: LLM, folder: Path, rank: int, seed: int) -> Path:
+    """A random adapter of every matrix of attention and of the MLPs."""
+    rng, tensors, modules = np.random.default_rng(seed), {}, set()
+    for layer in traced_layers(llm.model.config, "hf"):
+        for linear in (layer.qkv, layer.output, layer.up, layer.down):
+            for part in linear.parts:
+                module = part.name.removesuffix(".weight")
+                modules.add(module.rpartition(".")[2])
+                for side, shape in (("A", (rank, part.shape[1])), ("B", (part.shape[0], rank))):
+                    values = rng.standard_normal(shape).astype(np.float32) * np.float32(0.01)
+                    tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def step_seconds(llm: LLM, sequences: int, adapters: int, tokens: int) -> float:
+    """Median seconds of a decode step after the prompts."""
+    engine, rng = llm.engine, np.random.default_rng(0)
+    for number in range(sequences):
+        prompt = rng.integers(10, 1000, PROMPT).tolist()
+        own = engine.adapters.get(f"a{number % adapters}") if adapters else None
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        engine.add_request(f"r{number}", prompt, params, adapter=own)
+    times = []
+    while engine.has_work:
+        started = time.perf_counter()
+        results = engine.step()
+        if sum(result.token is not None for result in results) == sequences:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    options = {"max_model_len": 256, "threads": args.threads, "enable_prefix_caching": False, "device": "cpu"}
+    found: dict[str, list[float]] = {name: [] for name in WORKLOADS}
+    with LLM(args.model, **options) as llm, tempfile.TemporaryDirectory() as folder:
+        for number in range(16):
+            path = write_adapter(llm, Path(folder) / f"a{number}", args.rank, number)
+            started = time.perf_counter()
+            adapter = llm.engine.adapters.load(f"a{number}", path)
+            loading = (time.perf_counter() - started) * 1e3
+        size = adapter.weights.nbytes / 1e6
+        print(f"an adapter: rank {args.rank}, {size:.1f} MB, loaded in {loading:.0f} ms")
+        for _ in range(args.rounds):
+            for name, (sequences, adapters) in WORKLOADS.items():
+                found[name].append(step_seconds(llm, sequences, adapters, args.tokens))
+    for name, times in found.items():
+        base = found["1 sequence, base" if name.startswith("1 ") else "16 sequences, base"]
+        ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
+        spread = f"{min(times) * 1e3:.2f} to {max(times) * 1e3:.2f}"
+        print(f"{name:26} {statistics.median(times) * 1e3:7.2f} ms a step ({spread}), {ratio:.3f} of the base")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+// Adapters as Python hands them over, and their operation.
+#include "module_program.h"
+
+#include <atomic>
+
+using namespace nanobind::literals;
+
+namespace bifolio {
+namespace {
+
+const LinearWeights& dense_weights(const char* name, nb::handle value) {
+  const LinearWeights* weights = nullptr;
+  require(nb::try_cast(value, weights) && weights, name, " must be weights made by make_linear");
+  require(weights->pieces().size() == 1 && weights->pieces().front().matrix.format <= Format::F16, name,
+          " must be one matrix in F32 or F16");
+  return *weights;
+}
+
+// (site, column, down, up), where an expert's have (site, expert, is_down, column, down, up).
+LowRank low_rank(const nb::tuple& entry, size_t at) {
+  const LowRank part{nb::cast<int64_t>(entry[at]), &dense_weights("down", entry[at + 1]), &dense_weights("up", entry[at + 2]), 0};
+  require_between("a column", part.column, 0, kMaxWidth);
+  require(part.up->in_features() == part.down->out_features(), "up has ", part.up->in_features(), " inputs and must have ",
+          part.down->out_features(), ", the outputs of down");
+  return part;
+}
+
+void require_entry(const char* name, nb::handle entry, size_t size) {
+  require(nb::isinstance<nb::tuple>(entry) && nb::len(entry) == size, name, " must hold tuples of ", size, " elements");
+  for (size_t i = 0; i + 2 < size; ++i) require(PyLong_Check(nb::handle(entry[i]).ptr()), name, " must hold tuples that begin with numbers");
+}
+
+// y += up (down x) for the rows of tokens with an adapter, in place.
+Register adapt(ProgramHolder& self, Register y, Register x, int64_t site) {
+  self.require_rows_alike("y", y, "x", x);
+  require(x != y, "y is register ", y, " and must be another than x");
+  require_between("site", site, 0, kMaxSites - 1);
+  self.adapted.push_back({site, self.program.width(x), self.program.width(y)});
+  const bool of_logit_rows = self.program.of_logit_rows(y);
+  return self.record("adapt", {y, x}, y, [=](const Call& c) {
+    const AdapterUse* use = c.step.adapters;
+    if (!use) return;
+    const int32_t* tokens = of_logit_rows ? c.step.logit_rows : nullptr;
+    adapt(c.m, c.in(0), c.in(1), adapted_rows(c.in(0).count, [=](int64_t row) {
+      const AdapterWeights* adapter = use->of(tokens ? tokens[row] : row);
+      return adapter ? adapter->product(site) : nullptr;
+    }), c.workspace);
+  });
+}
+
+void require_fit(const char* kind, int64_t site, const LowRank& part, int64_t inputs, int64_t outputs) {
+  require(part.down->in_features() == inputs, "an adapter has ", part.down->in_features(), " inputs at ", kind, " ", site, " and must have ", inputs);
+  require(part.column + part.up->out_features() <= outputs, "an adapter ends at column ", part.column + part.up->out_features(), " of ", kind, " ",
+          site, ", which has ", outputs);
+}
+
+}  // namespace
+
+AdapterHolder::AdapterHolder(nb::list products, nb::list experts) {
+  static std::atomic<uint64_t> last{0};
+  number = ++last;
+  for (nb::handle each : products) {
+    require_entry("products", each, 4);
+    const auto entry = nb::borrow<nb::tuple>(each);
+    const auto site = nb::cast<int64_t>(entry[0]);
+    require_between("a site", site, 0, kMaxSites - 1);
+    weights.products.resize(std::max(weights.products.size(), size_t(site) + 1));
+    weights.products[size_t(site)].push_back(low_rank(entry, 1));
+  }
+  for (nb::handle each : experts) {
+    require_entry("experts", each, 6);
+    const auto entry = nb::borrow<nb::tuple>(each);
+    const auto site = nb::cast<int64_t>(entry[0]), expert = nb::cast<int64_t>(entry[1]);
+    require_between("a site", site, 0, kMaxSites - 1);
+    require_between("an expert", expert, 0, kMaxExperts - 1);
+    weights.experts.resize(std::max(weights.experts.size(), size_t(site) + 1));
+    auto& own = weights.experts[size_t(site)];
+    own.resize(std::max(own.size(), size_t(expert) + 1));
+    (nb::cast<int64_t>(entry[2]) ? own[size_t(expert)].down : own[size_t(expert)].up).push_back(low_rank(entry, 3));
+  }
+  for (auto& parts : weights.products) set_waves(parts);
+  for (auto& every : weights.experts)
+    for (ExpertAdapter& own : every) set_waves(own.up), set_waves(own.down);
+  keep.append(products), keep.append(experts);
+}
+
+void ProgramHolder::require_adapter(const AdapterHolder& adapter) {
+  if (fitting.count(adapter.number)) return;
+  for (const auto& [site, inputs, outputs] : adapted)
+    if (const auto* parts = adapter.weights.product(site))
+      for (const LowRank& part : *parts) require_fit("site", site, part, inputs, outputs);
+  for (const auto& [site, experts] : adapted_experts)
+    if (const auto* own = adapter.weights.experts_of(site)) {
+      require(own->size() <= experts->up.size(), "an adapter has ", own->size(), " experts at site ", site, " and must have at most ", experts->up.size());
+      for (const ExpertAdapter& each : *own) {
+        for (const LowRank& part : each.up) require_fit("the experts of site", site, part, experts->in_features(), experts->up[0]->out_features());
+        for (const LowRank& part : each.down) require_fit("the experts of site", site, part, experts->down[0]->in_features(), experts->out_features());
+      }
+    }
+  fitting.insert(adapter.number);
+}
+
+void bind_adapters(nb::module_& m, ProgramClass& program) {
+  nb::class_<AdapterHolder>(m, "Adapter").def(nb::init<nb::list, nb::list>(), "products"_a, "experts"_a = nb::list());
+  program.def("adapt", recording(&adapt), "y"_a, "x"_a, "site"_a);
+}
+
+}  // namespace bifolio

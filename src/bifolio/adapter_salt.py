@@ -1,0 +1,17 @@
+"""The adapter of a request as a part of the salt of its cached blocks.
+
+    |0xff|digest of the adapter, 16 bytes|salt of the request|
+
+A salt of a client is text in UTF-8 behind the salt of its key, so that none can name an adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MARK = b"\xff"
+
+
+def salt_of_adapter(adapter: Any, salt: bytes) -> bytes:
+    """The salt for blocks of an adapter (`engine.adapters.LoadedAdapter`); None: of the base."""
+    return salt if adapter is None else MARK + bytes(adapter.digest) + salt

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): their files, and their places in a network."""

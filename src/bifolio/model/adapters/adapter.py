@@ -1,0 +1,227 @@
+"""Adapters as the engine uses them: read from files, placed in the network of a base, and summed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from bifolio.config import ModelConfig
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.kernels.interface import Adapter, ExpertLowRank, Experts, Linear, LowRank
+from bifolio.model.adapters.delta import Delta, check_delta, scaled
+from bifolio.model.adapters.gguf_adapter import read_gguf_adapter
+from bifolio.model.adapters.layout import Side, TracedTensor, traced_layers
+from bifolio.model.adapters.peft_folder import CONFIG, read_peft
+from bifolio.model.adapters.sites import EXPERTS, changed_products, site_of
+from bifolio.model.families import family_of
+
+MAX_LORA_RANK = 256  # default
+DIGEST_BYTES = 16
+_OF_EXPERT = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """An adapter for one base; equal digests mean equal changes."""
+
+    path: Path
+    digest: bytes
+    rank: int  # the largest
+    num_parameters: int
+    weights: Adapter
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        return sum(part.down.nbytes + part.up.nbytes for part in parts_of(self.weights))
+
+
+def parts_of(adapter: Adapter) -> Iterable[LowRank]:
+    for parts in adapter.products.values():
+        yield from parts
+    for every in adapter.experts.values():
+        for own in every:
+            yield from (*own.up, *own.down)
+
+
+def read_adapter(path: str | Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK) -> AdapterWeights:
+    """An adapter for a base of this configuration: a folder of PEFT, or a GGUF file."""
+    path = Path(path).expanduser()
+    side: Side = "gguf" if path.suffix.lower() == ".gguf" else "hf"
+    if side == "gguf":
+        deltas = read_gguf_adapter(path, family_of(config).gguf_architectures)
+    elif (path / CONFIG).is_file():
+        deltas = read_peft(path)
+    else:
+        raise ModelFileError(f"{path} is no adapter: pass a folder with {CONFIG}, or a .gguf file")
+    deltas = [check_delta(delta, path, max_rank) for delta in deltas]
+    return AdapterWeights(
+        path=path,
+        digest=_digest(deltas),
+        rank=max(delta.rank for delta in deltas),
+        num_parameters=sum(delta.down.size + delta.up.size for delta in deltas),
+        weights=place(deltas, config, side, path),
+    )
+
+
+def _digest(deltas: Sequence[Delta]) -> bytes:
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"bifolio-adapter")
+    for delta in sorted(deltas, key=lambda delta: delta.name):
+        digest.update(repr((delta.name, delta.down.dtype.name, delta.down.shape, delta.up.shape)).encode())
+        for values in (delta.down, delta.up, delta.bias):
+            digest.update(b"" if values is None else np.ascontiguousarray(values).data)
+    return digest.digest()
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object) -> Adapter:
+    """The changes by the sites of the network; an error names a change that has no place."""
+    layers = traced_layers(config, side)
+    names: dict[str, TracedTensor] = {}
+
+    def note(role: str, linear: Linear) -> Linear:
+        names.update({part.name: part for part in linear.parts if isinstance(part, TracedTensor)})
+        return linear
+
+    def note_experts(experts: Experts) -> Experts:
+        for linear in (*experts.up, *experts.down):
+            note(EXPERTS, linear)
+        return experts
+
+    for layer in layers:
+        changed_products(layer, note, note_experts)
+    family, placed = family_of(config), _Placed(path)
+    for delta in deltas:
+        prefix = family.hf_names.layer.split("{}")[0].rsplit(".", 2)[0] + "." if side == "hf" else ""
+        for each in _resolved(delta, names, prefix):
+            whole = names.get(each.name)
+            if whole is None:
+                raise UnsupportedModelError(
+                    f"{path}: {each.name.removesuffix('.weight')!r} cannot be changed in this {family.name} model: use "
+                    "the adapter's own base, or merge it"
+                )
+            placed.add(each, whole)
+    products: dict[int, tuple[LowRank, ...]] = {}
+    experts: dict[int, tuple[ExpertLowRank, ...]] = {}
+    for number, layer in enumerate(layers):
+
+        def change(role: str, linear: Linear, number: int = number) -> Linear:
+            if found := placed.parts(linear):
+                products[site_of(number, role)] = found
+            return linear
+
+        def change_experts(own: Experts, number: int = number) -> Experts:
+            pairs = zip(own.up, own.down, strict=True)
+            every = tuple(ExpertLowRank(placed.parts(up), placed.parts(down)) for up, down in pairs)
+            if any(each.up or each.down for each in every):
+                experts[site_of(number, EXPERTS)] = every
+            return own
+
+        changed_products(layer, change, change_experts)
+    return Adapter(products, experts)
+
+
+class _Placed:
+    """The changes by the tensors of the base."""
+
+    def __init__(self, path: object) -> None:
+        self._path = path
+        self._deltas: dict[str, Delta] = {}
+
+    def add(self, delta: Delta, whole: TracedTensor) -> None:
+        if delta.name in self._deltas:
+            raise ModelFileError(f"{self._path}: {delta.name!r} is changed under two names: save the adapter again")
+        if delta.shape != whole.whole or (delta.bias is not None and len(delta.bias) != whole.whole[-2]):
+            raise ModelFileError(
+                f"{self._path}: the change of {delta.name!r} has the shape {delta.shape} and the base has "
+                f"{tuple(whole.whole)}: use the adapter's own base"
+            )
+        self._deltas[delta.name] = delta
+
+    def parts(self, linear: Linear) -> tuple[LowRank, ...]:
+        """The changes of a product, at the columns of their rows."""
+        found, column = [], 0
+        for part in linear.parts:
+            delta = self._deltas.get(part.name) if isinstance(part, TracedTensor) else None
+            if delta is not None and isinstance(part, TracedTensor):
+                found.append(_low_rank(delta, part.rows, column))
+            column += int(part.shape[0])
+        return tuple(found)
+
+
+def _low_rank(delta: Delta, rows: np.ndarray, column: int) -> LowRank:
+    down, up = delta.down, delta.up
+    if up.ndim == 3:
+        number = int(rows[0]) // up.shape[1]
+        down, up, rows = down[number], up[number], rows - number * up.shape[1]
+    bias = None if delta.bias is None else np.ascontiguousarray(delta.bias[rows])
+    return LowRank(column, np.ascontiguousarray(down), np.ascontiguousarray(up[rows]), bias)
+
+
+def _resolved(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:
+    """The change under the name of its tensor; that of stacked experts as one of each expert."""
+    plain = delta.name.replace("language_model.", "", 1)
+    for spelled in (delta.name, plain, prefix + plain):
+        if spelled in names:
+            return [replace(delta, name=spelled)]
+        if delta.down.ndim == 3 and (found := _of_experts(delta, names, spelled + ".")):
+            return found
+    return [delta]
+
+
+def _of_experts(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:
+    """The changes of the matrices of all experts: of gate and up, one behind the other, or of down."""
+    own = [name for name in names if name.startswith(prefix + "0.")]
+    for group in ([name for name in own if "down" not in name], [name for name in own if "down" in name]):
+        shapes = [names[name].whole for name in group]
+        rows = sum(shape[0] for shape in shapes)
+        if not shapes or delta.shape[1:] != (rows, shapes[0][1]):
+            continue
+        ends = np.cumsum([shape[0] for shape in shapes])[:-1]
+        return [
+            Delta(name.replace(prefix + "0.", f"{prefix}{number}."), delta.down[number], up)
+            for number in range(len(delta.down))
+            for name, up in zip(group, np.split(delta.up[number], ends), strict=True)
+        ]
+    return []
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+def combined(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
+    """The sum of several adapters of one base, each with a factor."""
+    (first, factor), *others = parts
+    if not others and factor == 1.0:
+        return first
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"bifolio-sum")
+    for adapter, scale in parts:
+        digest.update(adapter.digest + np.float32(scale).tobytes())
+    products: dict[int, tuple[LowRank, ...]] = {}
+    experts: dict[int, tuple[ExpertLowRank, ...]] = {}
+    for adapter, scale in parts:
+        for site, found in adapter.weights.products.items():
+            products[site] = products.get(site, ()) + _scaled(found, scale)
+        for site, every in adapter.weights.experts.items():
+            known = experts.get(site, (ExpertLowRank(),) * len(every))
+            experts[site] = tuple(
+                ExpertLowRank(old.up + _scaled(new.up, scale), old.down + _scaled(new.down, scale))
+                for old, new in zip(known, every, strict=True)
+            )
+    return AdapterWeights(
+        path=first.path,
+        digest=digest.digest(),
+        rank=sum(adapter.rank for adapter, _ in parts),
+        num_parameters=sum(adapter.num_parameters for adapter, _ in parts),
+        weights=Adapter(products, experts),
+    )
+
+
+def _scaled(parts: tuple[LowRank, ...], scale: float) -> tuple[LowRank, ...]:
+    return tuple(
+        replace(part, up=scaled(part.up, scale), bias=None if part.bias is None else scaled(part.bias, scale))
+        for part in parts
+    )

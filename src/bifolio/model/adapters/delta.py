@@ -1,0 +1,71 @@
+"""The changes that an adapter file makes, by the names of the tensors of its base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.errors import ModelFileError
+
+Matrix = NDArray[Any]  # f32 or f16
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The change of one tensor: up @ down, with the scale of the adapter in `up`.
+
+    Of a stack of matrices, such as those of all experts, `down` and `up` are stacks, too.
+    """
+
+    name: str  # of the tensor, with its suffix
+    down: Matrix  # [r, in] or [count, r, in]
+    up: Matrix  # [out, r] or [count, out, r]
+    bias: NDArray[np.float32] | None = None  # f32[out]
+
+    @property
+    def rank(self) -> int:
+        return int(self.down.shape[-2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that is changed."""
+        return (*self.up.shape[:-1], self.down.shape[-1])
+
+    def scaled(self, scale: float) -> Delta:
+        bias = None if self.bias is None else scaled(self.bias, scale)
+        return replace(self, up=scaled(self.up, scale), bias=bias)
+
+
+def scaled(values: Matrix, scale: float) -> NDArray[np.float32]:
+    return np.asarray(values, np.float32) * np.float32(scale)
+
+
+def check_delta(delta: Delta, path: object, max_rank: int) -> Delta:
+    """The delta, or an error that says which rule of adapters it breaks."""
+    down, up = delta.down, delta.up
+    if (
+        down.ndim != up.ndim
+        or down.ndim not in (2, 3)
+        or down.shape[:-2] != up.shape[:-2]
+        or up.shape[-1] != delta.rank
+    ):
+        raise ModelFileError(
+            f"{path}: the two matrices of {delta.name!r} have the shapes {down.shape} and {up.shape}, which do not "
+            "belong together: save the adapter again"
+        )
+    if not delta.rank or not all(down.shape) or not all(up.shape):
+        raise ModelFileError(f"{path}: the change of {delta.name!r} is empty: save the adapter again")
+    if delta.rank > max_rank:
+        raise ModelFileError(
+            f"{path}: the change of {delta.name!r} has rank {delta.rank}, above max_lora_rank={max_rank}: "
+            "raise max_lora_rank"
+        )
+    for values in (down, up, delta.bias):
+        if values is not None and not np.isfinite(values).all():
+            raise ModelFileError(
+                f"{path}: the change of {delta.name!r} has numbers that are not finite: train it again"
+            )
+    return delta

@@ -1,0 +1,198 @@
+"""Adapters of PEFT: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [r, in]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, r]
+    base_model.model.model.layers.0.mlp.experts.lora_A.weight        [count * r, in]   of a stack of matrices
+    base_model.model.model.layers.0.mlp.experts.lora_B.weight        [out, r * count]  rank by rank
+
+The tensors decide which modules are changed; the configuration must agree, and gives the scale.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.adapters.delta import Delta, Matrix
+from bifolio.model.huggingface.hf_loader import read_json
+from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.huggingface.safetensors_file import open_safetensors
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+REFUSED = {
+    "use_dora": "DoRA, which also scales every column of the base",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "modules_to_save": "whole modules beside low-rank changes",
+    "trainable_token_indices": "changed rows of the embedding",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA, which begins at certain tokens",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+}
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that need another base
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.(?P<kind>weight|bias)")
+MAX_PATTERN, MAX_NAME, MAX_REPEATS = 2000, 512, 2
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The fields of `adapter_config.json` that change results."""
+
+    path: Path
+    rank: int
+    alpha: float
+    by_root: bool  # use_rslora: the scale is alpha / sqrt(r)
+    ranks: Mapping[str, int]  # by pattern
+    alphas: Mapping[str, float]
+    targets: str | tuple[str, ...]
+    has_bias: bool
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor of the change of a module, whose matrices have this rank."""
+        stated = next((value for key, value in self.ranks.items() if ends_with(key, module, self.path)), self.rank)
+        if stated != rank:
+            raise ModelFileError(
+                f"{self.path}: the matrices of {module!r} have rank {rank} where the configuration says {stated}: "
+                "the files do not belong together"
+            )
+        alpha = next((value for key, value in self.alphas.items() if ends_with(key, module, self.path)), self.alpha)
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+    def check_target(self, module: str) -> None:
+        """Raise unless the module is one of `target_modules`."""
+        if isinstance(self.targets, str):
+            found = self.targets == "all-linear" or matches(self.targets, module, self.path)
+        else:
+            found = any(module == target or module.endswith("." + target) for target in self.targets)
+        if not found:
+            raise ModelFileError(
+                f"{self.path}: the weights change {module!r}, which target_modules does not name: the files do not "
+                "belong together"
+            )
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Read and check `adapter_config.json`."""
+    path = folder / CONFIG
+    json = JsonObject(read_json(path), path)
+    kind = json.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{path}: adapters of type {kind} are not supported: only those of type LORA are")
+    for field, meaning in REFUSED.items():
+        if json.get(field):
+            raise UnsupportedModelError(f"{path}: {field} means {meaning}, which is not supported: merge the adapter")
+    if json.text("bias", "none") != "none":
+        raise UnsupportedModelError(f"{path}: bias={json.get('bias')!r} changes biases of the base: only 'none' can be")
+    start = json.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED_BASES):
+        raise UnsupportedModelError(
+            f"{path}: init_lora_weights={start!r} belongs to a base that it changed: convert the adapter to plain LoRA"
+        )
+    return PeftConfig(
+        path=path,
+        rank=json.count("r", 8),
+        alpha=json.number("lora_alpha", 8.0),
+        by_root=json.flag("use_rslora", False),
+        ranks={key: json.object("rank_pattern").count(key) for key in json.get("rank_pattern") or {}},
+        alphas={key: json.object("alpha_pattern").number(key) for key in json.get("alpha_pattern") or {}},
+        targets=_targets(json),
+        has_bias=json.flag("lora_bias", False),
+    )
+
+
+def _targets(json: JsonObject) -> str | tuple[str, ...]:
+    found = json.get("target_modules")
+    return found if isinstance(found, str) else json.texts("target_modules")
+
+
+def read_peft(folder: Path) -> list[Delta]:
+    """The changes of an adapter folder, by the names of Hugging Face folders."""
+    config = read_config(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        others = [name for name in ("adapter_model.bin",) if (folder / name).is_file()]
+        why = f"; {others[0]} can hold any program: save it with safe_serialization=True" if others else ""
+        raise ModelFileError(f"{path} is missing: an adapter folder needs {CONFIG} and {WEIGHTS}{why}")
+    modules: dict[str, dict[str, QuantizedTensor]] = {}
+    tensors = open_safetensors(path).tensors
+    for name in tensors:
+        found = _TENSOR.fullmatch(name) if len(name) <= MAX_NAME else None
+        if found is None:
+            raise UnsupportedModelError(f"{path}: the tensor {name[:MAX_NAME]!r} is no part of a low-rank change")
+        kind = found["side"] if found["kind"] == "weight" else "bias"
+        own = modules.setdefault(found["module"].removeprefix("base_model.").removeprefix("model."), {})
+        if kind in own:
+            raise ModelFileError(f"{path}: {name!r} occurs under two names: save the adapter again")
+        own[kind] = tensors[name]
+    if not modules:
+        raise ModelFileError(f"{path} holds no tensor: save the adapter again")
+    return [delta for module, own in modules.items() for delta in _deltas(config, module, own)]
+
+
+def _deltas(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor]) -> Iterator[Delta]:
+    missing = sorted({"A", "B"} - own.keys())
+    if missing:
+        raise ModelFileError(f"{config.path.parent}: {module!r} lacks lora_{missing[0]}: save the adapter again")
+    down, up = dense(own["A"]), dense(own["B"])
+    if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1]:
+        raise ModelFileError(
+            f"{config.path.parent}: the two matrices of {module!r} have the shapes {down.shape} and {up.shape}, which "
+            "do not belong together: save the adapter again"
+        )
+    bias = own.get("bias")
+    if (bias is not None) != config.has_bias:
+        raise ModelFileError(f"{config.path}: lora_bias does not say whether {module!r} has a bias: save it again")
+    plain = module.replace(".base_layer", "")
+    if plain.endswith(".experts"):
+        yield _stacked(config, plain, down, up)
+        return
+    config.check_target(plain)
+    shift = None if bias is None else bias.dequantize()
+    yield Delta(plain + ".weight", down, up, shift).scaled(config.scale(plain, down.shape[0]))
+
+
+def _stacked(config: PeftConfig, module: str, down: Matrix, up: Matrix) -> Delta:
+    """The change of a parameter that holds one matrix for each expert; its name follows from the shapes later."""
+    rank = next((rank for rank in (config.rank, *config.ranks.values()) if down.shape[0] % rank == 0), config.rank)
+    count = max(down.shape[0] // rank, 1)
+    each = up.reshape(up.shape[0], -1, count).transpose(2, 0, 1)
+    stack = Delta(module, down.reshape(count, -1, down.shape[1]), np.ascontiguousarray(each))
+    return stack.scaled(config.scale(module, down.shape[0] // count))
+
+
+def dense(tensor: QuantizedTensor) -> Matrix:
+    """The values as f32; those of f16 stay f16."""
+    if tensor.format is QuantFormat.F16:
+        return np.ascontiguousarray(tensor.data).view(np.float16).reshape(tensor.shape)
+    return np.ascontiguousarray(tensor.dequantize())
+
+
+def ends_with(pattern: str, module: str, path: Path) -> bool:
+    """Whether a pattern of ranks or alphas names the end of a module."""
+    return matches(rf"(.*\.)?({pattern})$", module, path, extra=1)
+
+
+def matches(pattern: str, module: str, path: Path, extra: int = 0) -> bool:
+    """Whether a regular expression of the file matches; those that could take long are refused."""
+    if not pattern.replace("_", "").replace(".", "").replace("-", "").isalnum():
+        repeats = len(re.findall(r"[*+{]", pattern))
+        if len(pattern) > MAX_PATTERN or repeats > MAX_REPEATS + extra or re.search(r"[)][*+{]", pattern):
+            raise UnsupportedModelError(
+                f"{path}: the pattern {pattern[:80]!r} is too complex: use at most {MAX_REPEATS} repetitions, of "
+                "single characters"
+            )
+    try:
+        return re.fullmatch(pattern, module) is not None
+    except (re.error, OverflowError) as error:
+        raise ModelFileError(f"{path}: the pattern {pattern[:80]!r} is no regular expression: {error}") from None

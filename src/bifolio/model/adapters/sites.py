@@ -1,0 +1,75 @@
+"""The products of a network that adapters change, and their numbers: the sites.
+
+site  layer * len(ROLES) + place of the role in ROLES
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from bifolio.kernels.interface import Experts, Linear
+from bifolio.model.weights import LayerWeights, ModelWeights
+
+EXPERTS = "experts"
+ROLES = (
+    "qkv", "output", "up", "down", "gate", "recurrent_input", "recurrent_output",
+    "router", "shared_gate", "query_down", "query", "latent", EXPERTS,
+)  # fmt: skip
+
+ChangeLinear = Callable[[str, Linear], Linear]
+ChangeExperts = Callable[[Experts], Experts]
+
+
+def site_of(layer: int, role: str) -> int:
+    return layer * len(ROLES) + ROLES.index(role)
+
+
+def place_of(site: int) -> tuple[int, str]:
+    """The layer and the role of a site."""
+    return site // len(ROLES), ROLES[site % len(ROLES)]
+
+
+def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: ChangeExperts) -> LayerWeights:
+    """The layer with every product that adapters can change replaced."""
+
+    def own(role: str, linear: Linear) -> Linear:
+        return change(role, linear) if linear.parts else linear
+
+    def optional(role: str, linear: Linear | None) -> Linear | None:
+        return None if linear is None else own(role, linear)
+
+    recurrent, moe, latent = layer.recurrent, layer.moe, layer.latent
+    if recurrent is not None:
+        ends = own("recurrent_input", recurrent.input), own("recurrent_output", recurrent.output)
+        recurrent = replace(recurrent, input=ends[0], output=ends[1])
+    if moe is not None:
+        gate = optional("shared_gate", moe.shared_gate)
+        moe = replace(moe, router=own("router", moe.router), shared_gate=gate, experts=change_experts(moe.experts))
+    if latent is not None:
+        down = optional("query_down", latent.query_down)
+        latent = replace(latent, query_down=down, query=own("query", latent.query), latent=own("latent", latent.latent))
+    return replace(
+        layer,
+        qkv=own("qkv", layer.qkv),
+        output=own("output", layer.output),
+        up=own("up", layer.up),
+        down=own("down", layer.down),
+        gate=optional("gate", layer.gate),
+        recurrent=recurrent,
+        moe=moe,
+        latent=latent,
+    )
+
+
+def with_sites(weights: ModelWeights) -> ModelWeights:
+    """The weights with the number of each product that adapters can change."""
+    layers = tuple(
+        changed_products(
+            layer,
+            lambda role, linear, number=number: replace(linear, site=site_of(number, role)),  # type: ignore[misc]
+            lambda experts, number=number: replace(experts, site=site_of(number, EXPERTS)),  # type: ignore[misc]
+        )
+        for number, layer in enumerate(weights.layers)
+    )
+    return replace(weights, layers=layers)

@@ -1,0 +1,78 @@
+"""The adapters of an engine for the requests of its clients: read on a thread of their own, beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from bifolio.api import messages as m
+from bifolio.engine.adapters import AdapterStore, LoadedAdapter
+from bifolio.errors import BifolioError, FaultKind, RequestError
+from bifolio.serve.process.fairness import FairThread
+
+Found = Callable[[m.Start, LoadedAdapter | None], None]
+Failed = Callable[[str, BifolioError], None]
+
+
+class AdapterLoader:
+    """Finds the adapters of requests. Those in memory are found at once; files are read one after the other."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._thread = FairThread("bifolio-adapters")
+        self._waiting: set[str] = set()  # ids of requests whose adapters are read
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def known(self) -> list[m.AdapterInfo]:
+        return [m.AdapterInfo(each.name, each.number, each.path, each.loaded is not None) for each in self._store.all()]
+
+    def find(self, message: m.Start, found: Found, failed: Failed) -> None:
+        """Call `found` with the sum of the request's adapters, or `failed`; from this thread or from another."""
+        adapter = self._store.in_memory(message.adapters)
+        if adapter is not None:
+            return found(message, adapter)
+        self._waiting.add(message.id)
+        try:
+            self._thread.submit(message.share, partial(self._read, message, found, failed))
+        except RuntimeError:  # the system starts no further thread
+            failed(message.id, RequestError("no thread is free to read the adapter: ask again later"))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests that wait for their adapters."""
+        self._waiting.difference_update(request_ids)
+
+    def change(self, message: m.Adapt, send: Callable[[m.FromEngine], None]) -> None:
+        """Load or forget an adapter, and send the names that are known then, or the reason why not."""
+
+        def work() -> None:
+            try:
+                if message.path:
+                    self._store.load(message.name, message.path, in_place=message.in_place)
+                else:
+                    self._store.unload(message.name)
+            except (BifolioError, OSError, MemoryError) as error:
+                send(m.Refused(message.id, FaultKind.INVALID_REQUEST, str(error) or type(error).__name__))
+            else:
+                send(m.AdapterList(message.id, self.known()))
+
+        try:
+            self._thread.submit("", work)
+        except RuntimeError:  # the system starts no further thread
+            send(m.Refused(message.id, FaultKind.UNAVAILABLE, "no thread is free to read the adapter: ask again later"))
+
+    def _read(self, message: m.Start, found: Found, failed: Failed) -> None:
+        if message.id not in self._waiting:
+            return
+        try:
+            adapter = self._store.sum(message.adapters)
+        except BifolioError as error:
+            failed(message.id, error)
+        except (OSError, MemoryError) as error:
+            failed(message.id, RequestError(f"the adapter cannot be read: {error}"))
+        else:
+            if message.id in self._waiting:
+                found(message, adapter)
+        finally:
+            self._waiting.discard(message.id)

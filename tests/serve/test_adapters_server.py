@@ -1,0 +1,165 @@
+"""Adapters over HTTP: as models, beside each other in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import RunningServer, model_folder, running_server, sse_events
+
+from adapter_files import adapter_folder
+
+ASK: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 10, "temperature": 0}
+
+
+@cache
+def adapter(seed: int) -> Path:
+    return adapter_folder(model_folder(), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    modules = {f"a{seed}": str(adapter(seed)) for seed in (1, 2)}
+    with running_server(engine={"lora_modules": modules, "kernels": None}) as running:
+        yield running
+
+
+def post(server: RunningServer, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    with server.http() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def text(server: RunningServer, model: str | None, **options: Any) -> str:
+    answer = post(server, "/v1/completions", {**ASK, "model": model, **options})
+    assert answer["model"] == (model or "tiny")
+    found: str = answer["choices"][0]["text"]
+    return found
+
+
+def test_each_adapter_is_a_model(server: RunningServer) -> None:
+    texts = [text(server, name) for name in (None, "tiny", "a1", "a2")]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+    with ThreadPoolExecutor(12) as pool:
+        names = ["tiny", "a1", "a2"] * 4
+        assert list(pool.map(lambda name: text(server, name), names)) == texts[1:] * 4
+    with server.http() as http:
+        listed = {card["id"]: card["parent"] for card in http.get("/v1/models").json()["data"]}
+        assert listed == {"tiny": None, "a1": "tiny", "a2": "tiny"}
+        assert http.get("/v1/models/a1").json()["parent"] == "tiny"
+    refused = post(server, "/v1/completions", {**ASK, "model": "a3"}, 404)["error"]
+    assert "'a3' does not exist; this server has 'tiny', 'a1', 'a2'" in refused["message"]
+    refused = post(server, "/v1/embeddings", {"input": "x", "model": "a1"}, 400)["error"]
+    assert "is an adapter" in refused["message"]
+
+
+def test_every_protocol_takes_the_name_of_an_adapter(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "a fox"}]
+    chat = {"messages": messages, "max_tokens": 8, "temperature": 0}
+
+    def openai(model: str) -> str:
+        answer = post(server, "/v1/chat/completions", {**chat, "model": model})
+        assert answer["model"] == model
+        content: str = answer["choices"][0]["message"]["content"]
+        return content
+
+    expected = openai("a1")
+    assert expected != openai("tiny")
+    with server.http() as http:
+        stream = http.post("/v1/chat/completions", json={**chat, "model": "a1", "stream": True})
+    chunks = [event for event in sse_events(stream.text) if event != "[DONE]"]
+    assert {chunk["model"] for chunk in chunks} == {"a1"}
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == expected
+    anthropic = post(server, "/v1/messages", {**chat, "model": "a1"})
+    assert (anthropic["content"][0]["text"], anthropic["model"]) == (expected, "a1")
+    response = post(
+        server, "/v1/responses", {"input": "a fox", "model": "a1", "max_output_tokens": 8, "temperature": 0}
+    )
+    assert response["output"][0]["content"][0]["text"] == expected
+    ollama = {"model": "a1:latest", "messages": messages, "options": {"num_predict": 8, "temperature": 0},
+              "stream": False}  # fmt: skip
+    assert post(server, "/api/chat", ollama)["message"]["content"] == expected
+
+
+# -- changes while the server runs -------------------------------------------------------------------------------------
+KEY = "an-admin-key-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("adapters")
+    (folder / "found").symlink_to(adapter(3))
+    engine = {"kernels": None, "lora_dir": str(folder), "max_loras": 2}
+    with running_server(engine=engine, admin_keys=[KEY]) as running:
+        yield running
+
+
+def change(server: RunningServer, verb: str, status: int = 200, key: str = KEY, **body: Any) -> Any:
+    with server.http() as http:
+        answer = http.post(f"/v1/{verb}_lora_adapter", json=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_adapters_come_and_go_while_others_stream(changing: RunningServer) -> None:
+    plain = text(changing, None)
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(text, changing, None, max_tokens=60) for _ in range(4)]
+        change(changing, "load", lora_name="new", lora_path=str(adapter(1)))
+        first = text(changing, "new")
+        change(changing, "load", lora_name="new", lora_path=str(adapter(1)))  # the same: no error
+        again = change(changing, "load", 400, lora_name="new", lora_path=str(adapter(2)))
+        assert "load_inplace" in again["error"]["message"]
+        change(changing, "load", lora_name="new", lora_path=str(adapter(2)), load_inplace=True)
+        second = text(changing, "new")
+        assert len({other.result() for other in others}) == 1
+    assert len({plain, first, second}) == 3
+    with changing.http() as http:
+        rows = http.get("/lora-adapters").json()
+    assert [(row["name"], row["path"], row["scale"]) for row in rows] == [("new", str(adapter(2)), 0.0)]
+    change(changing, "unload", lora_name="new")
+    refused = change(changing, "unload", 400, lora_name="new")
+    assert "no adapter is called 'new'" in refused["error"]["message"]
+
+
+def test_an_unknown_name_is_looked_up_in_the_folder(changing: RunningServer) -> None:
+    assert text(changing, "found") != text(changing, None)
+    refused = post(changing, "/v1/completions", {**ASK, "model": "../found"}, 400)["error"]
+    assert "no adapter is called '../found'" in refused["message"]
+
+
+def test_adapters_by_number_and_scale(changing: RunningServer) -> None:
+    for seed in (1, 2):
+        change(changing, "load", lora_name=f"n{seed}", lora_path=str(adapter(seed)))
+    with changing.http() as http:
+        ids = {row["name"]: row["id"] for row in http.get("/lora-adapters").json()}
+
+    def content(*lora: tuple[str, float]) -> str:
+        body = {"prompt": "Once upon", "n_predict": 10, "temperature": 0,
+                "lora": [{"id": ids[name], "scale": scale} for name, scale in lora]}  # fmt: skip
+        found: str = post(changing, "/completion", body)["content"]
+        return found
+
+    assert content() == content(("n1", 0.0)) == text(changing, None)
+    assert content(("n1", 1.0)) == text(changing, "n1")
+    both = content(("n1", 1.0), ("n2", 0.5))
+    assert both == content(("n1", 1.0), ("n2", 0.5))
+    assert both not in (content(("n1", 1.0)), content(("n2", 0.5)))
+    refused = post(changing, "/completion", {"prompt": "x", "lora": [{"id": 99, "scale": 1}]}, 400)["error"]
+    assert "no adapter has the id 99" in refused["message"]
+
+
+def test_changes_need_the_admin_key(changing: RunningServer, server: RunningServer) -> None:
+    body = {"lora_name": "new", "lora_path": str(adapter(1))}
+    assert change(changing, "load", 401, key="another-key-of-some-length", **body)["error"]["code"] == "invalid_api_key"
+    assert change(server, "load", 403, **body)["error"]["code"] == "admin_key_needed"
+    named = change(changing, "load", 400, lora_name="tiny", lora_path=str(adapter(1)))
+    assert "is the name of the model" in named["error"]["message"]
+    missing = change(changing, "load", 400, lora_name="new", lora_path="/nowhere")
+    assert "is no adapter" in missing["error"]["message"]
