@@ -30,7 +30,7 @@ def image_urls(messages: Sequence[Message]) -> list[tuple[str, str]]:
             place = f"messages[{number}].content[{part}]"
             if content.type == "text":
                 if content.image_url is not None:
-                    raise bad_request(f"{place} is a text with an image_url: give each a part of its own", place)
+                    raise bad_request(f"{place} is a text with an image_url: give its url a part of its own", place)
                 if content.text is None:
                     raise bad_request(f"{place} is a text without its text", place)
             elif content.text is not None:

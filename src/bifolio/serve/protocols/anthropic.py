@@ -117,8 +117,12 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
         for block in message.content
         if block.type == "tool_result"
     ]
-    if any(block.source is not None and block.type != "image" for block in message.content):
-        raise bad_request("a block with a source is an image: set its type to image", "messages")
+    for block in message.content:
+        if block.source is not None and block.type != "image":
+            named = ", ".join(
+                name for name in block.source.__struct_fields__ if getattr(block.source, name) is not None
+            )
+            raise bad_request(f"a block with a source ({named}) is an image: set its type to image", "messages")
     text: str | list[p.ContentPart] = "".join(block.text or "" for block in message.content if block.type == "text")
     if any(block.type == "image" for block in message.content):
         text = [_part(block) for block in message.content if block.type in ("text", "image")]

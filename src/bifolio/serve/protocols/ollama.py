@@ -11,6 +11,7 @@ from typing import Any
 
 from bifolio import __version__
 from bifolio.api.messages import Pooling
+from bifolio.images import TEXT_ONLY
 from bifolio.serve.http.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import bad_request
@@ -79,6 +80,9 @@ def _chat(request: OllamaBase, messages: Sequence[OllamaMessage], context: Serve
         effort = {True: "medium", False: "none"}.get(request.think, request.think)  # type: ignore[arg-type]
     elif request.think:
         raise bad_request(f"{context.name!r} does not support thinking: leave think out", "think")
+    for number, message in enumerate(messages):
+        if message.images and context.model.vision is None:
+            raise bad_request(f"messages[{number}].images: {TEXT_ONLY}", "images")
     tools = request.tools if isinstance(request, OllamaChatRequest) else None
     return p.ChatRequest(
         model=request.model.removesuffix(":latest"),
