@@ -18,6 +18,11 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         _FOUND,
     ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{_JSON}<|tool_call_end|><|tool_calls_section_end|>",
+        _FOUND,
+    ),
     "harmony": (f"<|channel|>commentary to=functions.get_weather<|message|>{_JSON}<|call|>", _FOUND),
     "pythonic": (
         r"[get_weather(city='a\ud800', days=1e999, tags=[-1e999, '\udc00', '\ud83d\ude00'])]",

@@ -20,9 +20,11 @@ from typing import Any
 from bifolio import LLM, SamplingParams
 
 
-def measure(model: str, conversations: int, turns: int, user: int, answer: int, **options: Any) -> dict[str, Any]:
+def measure(
+    model: str, conversations: int, turns: int, beginning: int, user: int, answer: int, **options: Any
+) -> dict[str, Any]:
     """One run: times to the first token of the turns after the first, and cached tokens."""
-    length = turns * (user + answer)
+    length = beginning + turns * (user + answer)
     with LLM(model, max_model_len=length + 16, max_num_seqs=1, **options) as llm:
         vocabulary = llm.model.config.vocab_size
         generator = random.Random(0)
@@ -31,7 +33,7 @@ def measure(model: str, conversations: int, turns: int, user: int, answer: int, 
         started = time.perf_counter()
         for turn in range(turns):
             for text in texts:
-                text += [generator.randrange(100, vocabulary - 100) for _ in range(user)]
+                text += [generator.randrange(100, vocabulary - 100) for _ in range(user if turn else beginning)]
                 params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
                 request = llm.engine.add_request(f"{turn}-{id(text)}", text, params)
                 while llm.engine.has_work:
@@ -58,13 +60,15 @@ def main() -> None:
     parser.add_argument("-m", "--model", default="smollm2")
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--user", type=int, default=150, help="tokens of a message")
+    parser.add_argument("--beginning", type=int, default=600, help="tokens of the first message")
+    parser.add_argument("--user", type=int, default=32, help="tokens of each later one")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--repetitions", type=int, default=2)
     arguments = parser.parse_args()
-    sizes = (arguments.conversations, arguments.turns, arguments.user, arguments.answer)
-    blocks = arguments.conversations * -(-arguments.turns * (arguments.user + arguments.answer) // 16)
-    small = max(blocks // 10, -(-arguments.turns * (arguments.user + arguments.answer) // 16) + 4)
+    sizes = (arguments.conversations, arguments.turns, arguments.beginning, arguments.user, arguments.answer)
+    each = -(-(arguments.beginning + arguments.turns * (arguments.user + arguments.answer)) // 16) + 4
+    blocks = arguments.conversations * each
+    small = max(blocks // 10, each)
     for repetition in range(arguments.repetitions):
         folder = tempfile.mkdtemp(prefix="bifolio-tiers-")
         kinds: dict[str, dict[str, Any]] = {

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.errors import RequestError
+
 TEXT_ONLY = "this model reads text only: remove the image"
 ONE_CPU = "images are read on the CPU by one process: set device='cpu' and tensor_parallel_size=1"
 
@@ -33,6 +35,7 @@ class PromptImage:
     places: NDArray[np.int32]  # i32[rows]  tokens whose embeddings the rows of the tower replace, ascending
     digest: bytes  # of the pixels, and of how the model reads them
     both_ways: bool = False  # each of its tokens sees all of them: one pass computes them all
+    grid: tuple[int, int] | None = None  # height and width in rows, if rope has positions for them
 
     @property
     def mark(self) -> Mark:
@@ -72,3 +75,35 @@ def runs_of(images: Sequence[PromptImage], start: int, end: int) -> Iterator[tup
         start = last
     if start < end:
         yield start, end, True
+
+
+def kept_images(images: Sequence[PromptImage], count: int) -> tuple[PromptImage, ...]:
+    """The images of the first `count` tokens; an error if one of them is cut."""
+    for image in images:
+        if image.start < count < image.end:
+            raise RequestError(
+                f"the first {count} tokens end inside an image: keep {image.start} tokens, or {image.end}, as a whole"
+            )
+    return tuple(image for image in images if image.end <= count)
+
+
+def shift_at(images: Sequence[PromptImage], index: int) -> int:
+    """The position of a token of text by rope, less its index: a grid takes as many positions as its longer edge."""
+    grids = (image.grid for image in images if image.grid is not None and image.end <= index)
+    return sum(max(height, width) - height * width for height, width in grids)
+
+
+def rope_positions(images: Sequence[PromptImage], start: int, end: int) -> NDArray[np.int32]:
+    """i32[3, end - start]: time, row and column of each token by rope; equal for tokens of text."""
+    index = np.arange(start, end, dtype=np.int32)
+    found = np.stack([index] * 3)
+    for image in images:
+        if image.grid is None:
+            continue
+        height, width = image.grid
+        found[:, index >= image.end] += max(height, width) - height * width
+        own = (index >= image.start) & (index < image.end)
+        place = index[own] - image.start
+        first = image.start + shift_at(images, image.start)
+        found[:, own] = first + np.stack([np.zeros_like(place), place // width, place % width])
+    return found

@@ -77,6 +77,8 @@ class RequestMetrics:
     finished: float = 0.0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
+    weight_version: int = 0  # of the weights that computed the last token
+    num_weight_changes: int = 0  # while the request was under way
 
     @property
     def queue_time(self) -> float:

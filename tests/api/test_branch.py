@@ -182,11 +182,10 @@ async def test_the_asyncio_twin() -> None:
             scores = await forks[0].score([[5], [6, 7]])
             assert [len(score.logprobs) for score in scores] == [1, 2]
             with pytest.raises(RequestError, match="being continued"):
-                await asyncio.gather(forks[1].generate(GREEDY), forks[1].generate(GREEDY))
+                await asyncio.gather(forks[1].generate(GREEDY), forks[1].append(" more"))
             await forks[0].truncate(3)
             for fork in forks:
                 await fork.close()
-        assert (await running.stats()).num_running == 0
 
 
 @pytest.mark.anyio

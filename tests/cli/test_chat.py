@@ -222,17 +222,17 @@ def test_a_session_goes_on_from_its_file(folder: Path, tmp_path: Path) -> None:
     answers = expected(folder, turns)
     printed, notes = chat(folder, turns[0] + "\n", "--session", str(session))
     assert printed == answers[0] + "\n"
-    assert "2 messages written to" in notes
+    assert "2 messages written to" in " ".join(notes.split())
     printed, notes = chat(folder, turns[1] + "\n", "--session", str(session))
     assert printed == answers[1] + "\n"
-    assert re.search(r"2 messages read from .*, \d+ of \d+ tokens from the file", notes)
+    assert re.search(r"2 messages read from .*, \d+ of \d+ tokens from the file", " ".join(notes.split()))
     assert "prompt" in notes
-    assert ", 0 from the cache" not in notes
+    assert ", 0 from the cache" not in " ".join(notes.split())
     printed, notes = chat(folder, f"/load {session}\n{turns[2]}\n/save {tmp_path / 'b.session'}\n")
     assert printed == answers[2] + "\n"
-    assert "6 messages written to" in notes
+    assert "6 messages written to" in " ".join(notes.split())
     printed, notes = chat(folder, "/bye\n", "--session", str(session), "--kv-dtype", "f16")
-    assert "computed again, since the snapshot was computed by another arithmetic" in notes
+    assert "computed again, since the snapshot was computed by another arithmetic" in " ".join(notes.split())
 
 
 def test_sessions_that_cannot_go_on(folder: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_sessions_that_cannot_go_on(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(build_app(), arguments, input="")
     assert "is no whole snapshot" in str(result.exception)
     _, notes = chat(folder, f"/load {session}\n")
-    assert "is no whole snapshot" in notes
+    assert "is no whole snapshot" in " ".join(notes.split())
 
 
 def test_branches_go_on_apart(folder: Path) -> None:

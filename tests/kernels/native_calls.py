@@ -50,6 +50,10 @@ def shape(heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM) -> Any:
     return native.library().AttentionShape(heads, kv_heads, dim, 0.2, 0, False, None, None)
 
 
+def windowed_shape() -> Any:
+    return native.library().AttentionShape(HEADS, HEADS, DIM, 0.2, 8, False, None, None)
+
+
 def kv_arrays(count: int = LAYERS) -> list[np.ndarray]:
     return [floats(BLOCKS, KV_HEADS, BLOCK_SIZE, DIM) for _ in range(count)]
 
@@ -281,6 +285,9 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Ranks.post": lambda: {"self": ranks(), "signal": 0, "value": 1},
     "Ranks.read": lambda: {"self": ranks(), "signal": 0},
     "Ranks.wait": lambda: {"self": ranks(), "signal": 0, "value": 0, "seconds": 0.0},
+    "AttentionShape.with_slopes": lambda: {"self": shape(), "slopes": floats(HEADS)},
+    "AttentionShape.of_chunks": lambda: {"self": windowed_shape()},
+    "AttentionShape.counting_from": lambda: {"self": shape(), "start": 1},
     "AttentionShape.with_sinks": lambda: {"self": shape(), "sinks": floats(HEADS)},
     "AttentionShape.both_ways": lambda: {"self": shape()},
     "AttentionShape.with_bias": lambda: {"self": shape(), "bias": floats(HEADS, 9)},
@@ -309,6 +316,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.rope_and_write": lambda: recording(qkv="qkv", cosine="cosine", sine="sine", layer=0, shape=shape()),
     "Program.attend": lambda: recording(query="qkv", layer=0, shape=shape()),
     "Program.act": lambda: recording(x="odd", activation=1),
+    "Program.xielu": lambda: recording(x="x", positive=0.8, negative=1.3, linear=0.5, most=-1e-6),
     "Program.act_mul": lambda: recording(x="x", activation=1),
     "Program.all_gather": lambda: recording(x="x", ranks=ranks(), widths=[WIDTH]),
     "Program.all_reduce": lambda: recording(x="x", ranks=ranks()),

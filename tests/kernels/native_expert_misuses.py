@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from native_calls import EXPERTS, HEADS, TOKENS, WIDTH, experts, floats, heads, linear, mixed, norm, recorded, routing
+from native_calls import (
+    EXPERTS,
+    HEADS,
+    TOKENS,
+    WIDTH,
+    experts,
+    floats,
+    heads,
+    linear,
+    mixed,
+    norm,
+    recorded,
+    routing,
+    shape,
+)
 from native_misuses import NAN, misuses
 
 X, ODD, TAKEN = (getattr(recorded(), name) for name in ("x", "odd", "taken"))
@@ -11,8 +25,12 @@ MISUSES = [
         "AttentionShape.with_sinks",
         ("too few sinks", {"sinks": floats(HEADS - 1)}, "sinks has 3 elements and must have 4"),
     ),
+    *misuses("AttentionShape.with_slopes", ("too few slopes", {"slopes": floats(HEADS - 1)}, "slopes has 3 elements")),
+    *misuses("AttentionShape.of_chunks", ("no window", {"self": shape()}, "window is 0 and must be at least 1")),
+    *misuses("AttentionShape.counting_from", ("a negative start", {"start": -1}, "start is -1")),
     *misuses(
         "Router",
+        ("a negative band", {"band": -0.5}, "band is -0.5"),
         ("no experts", {"num_experts": 0}, "num_experts is 0"),
         ("more choices than experts", {"top_k": EXPERTS + 1}, "top_k is 6"),
         ("a NaN scale", {"scale": NAN}, "scale is nan"),

@@ -87,6 +87,11 @@ RECORDING = [
         ("an unknown activation", {"activation": 4}, "activation is 4"),
     ),
     *misuses(
+        "Program.xielu",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("an infinite coefficient", {"most": float("inf")}, "a coefficient"),
+    ),
+    *misuses(
         "Program.act_mul",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("an unknown activation", {"activation": -1}, "activation is -1"),

@@ -86,8 +86,24 @@ def recurrent_program(layer: int = 1) -> Any:
     return program
 
 
+def scanning() -> dict[str, Any]:
+    from native_calls import WIDTH, linear, recorded
+
+    program, x = recorded()[:2]
+    selective = {"kind": 3, "heads": 1, "groups": 1, "value_size": CHANNELS, "norm": None, "bias": None}
+    arrays = {"decay": -np.abs(floats(KEY * CHANNELS)), "skip": floats(CHANNELS)}
+    own = native.library().Recurrence(**parameters(**selective, **arrays))
+    return {
+        "self": program,
+        "x": program.linear(x, linear(3 * CHANNELS + 2 * KEY, WIDTH)),
+        "layer": 1,
+        "recurrence": own,
+    }
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "Recurrence": parameters,
     "States": state_arrays,
     "Program.recur": recording,
+    "Program.scan": scanning,
 }

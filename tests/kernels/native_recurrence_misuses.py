@@ -17,6 +17,7 @@ from native_recurrence_calls import (
     VALUE,
     floats,
     ints,
+    recurrence,
     recurrent_program,
     state_arrays,
     states,
@@ -47,8 +48,9 @@ RUN = {"self": recurrent_program(), "states": states(), **use()}
 MISUSES = [
     *misuses(
         "Recurrence",
-        ("an unknown kind", {"kind": 3}, "kind is 3"),
+        ("an unknown kind", {"kind": 4}, "kind is 4"),
         ("no taps", {"width": 0}, "width is 0"),
+        ("a selective one with heads", {"kind": 3}, "must have one head of as many values as channels"),
         ("too many taps", {"width": 17}, "width is 17"),
         ("no channels", {"channels": 0}, "channels is 0"),
         ("a short convolution", {"conv_weight": floats(CHANNELS, 3)}, r"must have the shape \(96, 4\)"),
@@ -80,6 +82,12 @@ MISUSES = [
         "Program.recur",
         ("an unknown register", {"x": 99}, "x is register 99"),
         ("a narrow register", {"x": X}, "x is 64 wide and must be 168 wide"),
+        ("a negative layer", {"layer": -1}, "layer is -1"),
+    ),
+    *misuses(
+        "Program.scan",
+        ("an unknown register", {"x": 99}, "x is register 99"),
+        ("another recurrence", {"recurrence": recurrence()}, "scan takes a selective recurrence"),
         ("a negative layer", {"layer": -1}, "layer is -1"),
     ),
     *misuses(

@@ -282,7 +282,7 @@ ROWS |= {
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
-OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS}
+OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *LATER_ROWS}
 
 
 UNREAD = {"opt": 2 * 64}  # parameters of a row that the network does not read

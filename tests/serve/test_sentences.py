@@ -8,7 +8,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,18 +17,7 @@ from bifolio.errors import ConfigError, ModelFileError, RequestError
 from bifolio.model.loader import load_model
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.http.app import _http_error
-from bifolio.serve.http.errors import ApiError, queue_full
-from bifolio.serve.http.exchange import decode
-from bifolio.serve.protocols.anthropic_types import MessagesRequest
-from bifolio.serve.protocols.ollama_types import OllamaChatRequest as OllamaChat
-from bifolio.serve.protocols.openai_types import ChatRequest
-from bifolio.serve.protocols.responses_types import ResponsesRequest
-
-URL = {"url": "data:image/png;base64,AAAA"}
-
-
-def user(part: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [part]}]
+from bifolio.serve.http.errors import queue_full
 
 
 def refused(method: str, path: str, status: int = 404, **headers: str) -> Any:
@@ -52,23 +40,6 @@ def test_unknown_paths_and_methods_are_named() -> None:
     assert refused("GET", "/v1/messages/none")["type"] == "error"
     answer = refused("GET", "/v1/completions", 405, Allow="POST")
     assert answer["error"]["message"] == "/v1/completions takes POST, not GET"
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "place"),
-    [
-        (ChatRequest, {"messages": user({"type": "image_url", "image_url": URL})}, "content[0]"),
-        (ChatRequest, {"messages": user({"image_url": URL, "type": "image_url"})}, "content[0]"),
-        (MessagesRequest, {"max_tokens": 1, "messages": user({"type": "image"})}, "content[0]"),
-        (ResponsesRequest, {"input": user({"type": "input_image"})}, "content[0]"),
-        (OllamaChat, {"model": "m", "messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "images"),
-    ],
-)  # fmt: skip
-def test_an_image_in_a_request_is_named(kind: type[msgspec.Struct], body: dict[str, Any], place: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        decode(json.dumps(body).encode(), kind)
-    assert refusal.value.message.endswith(": this model reads text only: remove the image")
-    assert place in refusal.value.message
 
 
 def test_a_full_server_says_when_to_come_again() -> None:

@@ -24,6 +24,7 @@ MOST_COPIES = 600  # of each character: a name of up to 512 characters is copied
 JSON_CALL, TAG = '{"name": "write", "arguments": {"text": "', "<tool_call>"
 FENCE = "```json\n"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions."
 HARMONY = "<|channel|>commentary to=functions.write<|message|>"
 GLM = "<tool_call>write<arg_key>text</arg_key><arg_value>"
 CODER = "<tool_call><function=write><parameter=text>"
@@ -92,6 +93,12 @@ HOSTILE: dict[str, list[tuple[str, str]]] = {
         ("<|tool_call>call:now{}", " x"),
         ("<|tool_call>call:write{", " "),
         ("<|tool_call>call:write{text:{", f"{NAME}  {NAME}:1,"),
+    ],
+    "kimi": [
+        (KIMI + 'write:0<|tool_call_argument_begin|>{"text": "', "x"),
+        (KIMI, "n"),
+        ("", KIMI),
+        (KIMI, "now:0<|tool_call_argu"),
     ],
     "deepseek": [
         (DEEPSEEK + "now<｜tool▁sep｜>{}", "```"),

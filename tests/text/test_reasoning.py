@@ -79,6 +79,7 @@ def test_the_end_of_the_prompt_says_whether_reasoning_is_open() -> None:
         ("gemma", "{{ '<|tool_call>call:' + function['name'] + '{' }}"),
         ("mistral", "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]"),
         ("deepseek", "<｜tool▁calls▁begin｜>"),
+        ("kimi", "<|tool_calls_section_begin|>"),
         ("granite", "<|start_of_role|>assistant<|end_of_role|><|tool_call|>"),
         ("phi", "<|tool|>{{ tools }}<|/tool|>"),
         ("llama3", '<|start_header_id|> {"name": function name, "parameters": dictionary}'),

@@ -117,6 +117,20 @@ SAMPLES: dict[str, list[Sample]] = {
             "I look.",
         ),
     ],
+    "kimi": [
+        Sample(
+            '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>'
+            '{"city": "Rome", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+            [ROME],
+        ),
+        Sample(
+            'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>'
+            '{"city": "Osló ☃"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            [OSLO, NOW],
+            "I look.",
+        ),
+    ],
     "gemma": [
         Sample('<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
                [ROME, NOW]),
@@ -224,6 +238,13 @@ MALFORMED: dict[str, list[str]] = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}",
+    ],
+    "kimi": [
+        "<|tool_calls_section_begin|>oops<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>5<|tool_call_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}",
     ],
     "gemma": [
         "<|tool_call>call:other{}<tool_call|>",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import BranchCall, BranchReply, Hello, Picture, Pooling, Recalled, Start
+from bifolio.api.messages import BranchCall, BranchReply, Control, Hello, Picture, Pooling, Recalled, Start
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -112,6 +112,10 @@ class EngineClient(Protocol):
 
     async def branch(self, call: BranchCall) -> BranchReply:
         """Run a verb on a branch; its id is set here."""
+        ...
+
+    async def control(self, control: Control) -> int:
+        """Pause, resume, or update the engine; the version of its weights."""
         ...
 
     def fail_all(self, error: Exception) -> None:

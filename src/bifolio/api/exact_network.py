@@ -7,9 +7,6 @@ at these values.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +16,7 @@ import torch
 
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import KernelSet, Routing
-from bifolio.kernels.operation_hook import OPERATIONS
+from bifolio.kernels.operation_hook import hooked, operations_of
 
 
 class _WithValue(torch.autograd.Function):
@@ -48,17 +45,14 @@ def exact_kernels(differentiable: KernelSet, native: KernelSet) -> KernelSet:
             "exact logprobs need parameters in float32 on the CPU and the native kernels: move the model with "
             ".float().cpu(), or pass exact=False"
         )
-    theirs = dict(inspect.getmembers(native, callable))
-    exact: Any = copy(differentiable)
-    for name, work in inspect.getmembers(differentiable, callable):
-        if name in OPERATIONS:
-            twin = partial(_embed, native) if name == "embed" else theirs[name]
-            vars(exact)[name] = partial(_both, work, twin)
-    result: KernelSet = exact
-    return result
+    theirs = operations_of(native)
+    theirs["embed"] = partial(_embed, native)
+    return hooked(
+        differentiable, lambda name, work, *arguments, **options: _both(work, theirs[name], arguments, options)
+    )
 
 
-def _both(work: Callable[..., Any], twin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _both(work: Any, twin: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     result = work(*arguments, **options)
     with torch.no_grad():  # operations of the native set may change their rows in place
         rows = [_on_host(each, copied=isinstance(each, torch.Tensor)) for each in arguments]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bifolio.errors import RequestError
@@ -16,9 +14,9 @@ from bifolio.model.vision.prompt import expanded, expanded_ids, placed
 from bifolio.model.vision.tower import Picture, Vision
 from bifolio.prompts import PromptTokens
 from bifolio.text.chat_template import Message
+from bifolio.text.data_urls import data_of
 from bifolio.text.roles import Parts
 
-DATA_URL = re.compile(r"data:(?:image/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
 IMAGE_KEYS = ("image", "image_pil", "image_url")  # of a part of a message
 
 
@@ -66,6 +64,18 @@ def parts_with_images(model: TextModel, parts: Parts, pictures: list[Picture]) -
     return PromptTokens(None, ids, placed(ids, vision, pictures))
 
 
+def image_of_file(path: Path) -> Any:
+    """The `PIL.Image` of a file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        return decoded(data)
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from error
+
+
 def taken_out(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
     """The messages as templates read them, and their images in order."""
     found: list[Message] = []
@@ -96,16 +106,3 @@ def _image_of(part: Any) -> Any | None:
     if isinstance(image, Mapping):
         image = image.get("url")
     return decoded(data_of(image)) if isinstance(image, str) else image
-
-
-def data_of(url: str) -> bytes:
-    """The bytes of a data URL."""
-    head = DATA_URL.match(url)
-    if head is None:
-        raise RequestError(
-            f"image_url is {url[:40]!r}: pass the image itself, as data:image/png;base64,..., or as a PIL.Image"
-        )
-    try:
-        return base64.b64decode(url[head.end() :], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"the data of an image is not base64: {error}") from error

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
+from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.pooling_calls import PoolingCalls
@@ -27,22 +27,18 @@ from bifolio.api.prompts import (
     show_progress,
     suffix_of,
 )
-from bifolio.api.receipts import receipt_of
-from bifolio.api.shared_engine import SharedEngine, Start
+from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.snapshots import Saved, load, save
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import NUMERICS, SpeculativeConfig, TierSettings
-from bifolio.engine.branches import BranchOwner
 from bifolio.engine.build import build_engine
-from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import check_threads, read_size
 from bifolio.engine.requests import as_token_ids
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
-from bifolio.model.digests import model_digest, numerics
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
@@ -51,14 +47,11 @@ from bifolio.model.weights import OnLoad
 from bifolio.prompts import PromptTokens
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
-from bifolio.sequence import Request
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
 
-T = TypeVar("T")
 
-
-class LLM(PoolingCalls):
+class LLM(EngineVerbs, PoolingCalls):
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the
@@ -156,10 +149,6 @@ class LLM(PoolingCalls):
             f"num_blocks={self.plan.num_blocks}, block_size={self.plan.block_size}, max_model_len={length})"
         )
 
-    @property
-    def engine(self) -> InferenceEngine:
-        return self._shared.engine
-
     # -- generating ------------------------------------------------------------------------------------------
     def generate(
         self,
@@ -225,33 +214,6 @@ class LLM(PoolingCalls):
             output if request.error is not None else dataclasses.replace(output, receipt=self.receipt(request))
             for output, request in zip(outputs, requests, strict=True)
         ]
-
-    def receipt(self, request: Request) -> dict[str, Any]:
-        """The receipt of a finished request of this engine (`api.receipts`)."""
-        return receipt_of(request, self.identity, self.numerics)
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """The name and the digest of the model, for receipts; the first call reads all weights."""
-        return {"name": self.model.path.name, "digest": model_digest(self.model, whole=True)}
-
-    @cached_property
-    def numerics(self) -> dict[str, Any]:
-        """The facts of the arithmetic, for receipts."""
-        return numerics(self.engine.model, self.engine.runner.kernels, self.engine.config)
-
-    @cached_property
-    def branches(self) -> BranchOwner:
-        """The owner of all branches of this LLM."""
-        return BranchOwner(self.engine)
-
-    def run_requests(self, starts: Sequence[Start]) -> list[Request]:
-        """Run the requests that these functions make in one batch with those of other threads."""
-        return self._shared.run(starts)
-
-    def with_engine(self, function: Callable[[], T]) -> T:
-        """Call a function while no step runs."""
-        return self._shared.locked(function)
 
     @property
     def decode_token(self) -> Decode | None:

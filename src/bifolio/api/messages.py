@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
+from bifolio.images import PromptImage
 
 BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
 MAX_FRAME_BYTES = 256 << 20
@@ -45,6 +48,25 @@ class Thinking(msgspec.Struct, array_like=True):
     budget: int | None = None
 
 
+class Image(msgspec.Struct, array_like=True):
+    """One input of a vision tower in a prompt (`bifolio.images.PromptImage`)."""
+
+    height: int
+    width: int
+    pixels: bytes  # u8[height, width, 3]
+    places: bytes  # i32[rows]
+
+    @classmethod
+    def of(cls, image: PromptImage) -> Image:
+        height, width, _ = image.pixels.shape
+        return cls(height, width, image.pixels.tobytes(), image.places.astype("<i4").tobytes())
+
+    def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        """Pixels u8[height, width, 3] and places i32[rows]; ValueError if they do not fit."""
+        pixels = np.frombuffer(self.pixels, np.uint8).reshape(self.height, self.width, 3)
+        return pixels, np.frombuffer(self.places, "<i4").astype(np.int32)
+
+
 class Start(msgspec.Struct, tag="start", omit_defaults=True):
     """Run a request."""
 
@@ -67,6 +89,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     branch: str = ""  # name of the branch that it continues or scores; the prompt is then empty, or scored behind it
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False  # the end carries a receipt
+    images: list[Image] = []  # of the prompt, in order
 
 
 class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
@@ -82,6 +105,15 @@ class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
     to_answer: bool = False
     salt: bytes = b""
     seconds: float = 0.0  # time to live
+
+
+class Control(msgspec.Struct, tag="control", omit_defaults=True):
+    """Pause the engine, let it go on, or give it other weights."""
+
+    id: str
+    verb: Literal["pause", "resume", "update", "reset"]
+    aborts: bool = False  # of a pause: requests end, else they wait
+    path: str = ""  # folder of the weights
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -145,7 +177,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Control | Shutdown
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -205,6 +237,8 @@ class Ended(msgspec.Struct, array_like=True):
     error: str | None = None
     fault: FaultKind | None = None  # of the error
     receipt: dict[str, Any] | None = None
+    weight_version: int = 0  # of the weights that computed the last token
+    num_weight_changes: int = 0
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -255,6 +289,11 @@ class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
     token_ids: bytes = b""  # i32[t], where they were asked for
 
 
+class Controlled(msgspec.Struct, tag="controlled"):
+    id: str
+    weight_version: int
+
+
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
 BLOCK_COLOURS = 250
 
@@ -276,7 +315,7 @@ class Beat(msgspec.Struct, tag="beat"):
     step_seconds: float = 0.0  # how long the present step has been running
 
 
-FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Beat
+FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Controlled | Beat
 
 
 _encoder = msgspec.msgpack.Encoder()

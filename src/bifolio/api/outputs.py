@@ -136,6 +136,11 @@ class RequestOutput:
     receipt: dict[str, Any] | None = None  # of a call with `receipts=True`
 
     @property
+    def weight_version(self) -> int:
+        """The version of the weights that computed the last token; 0 until `LLM.load_weights` was called."""
+        return self.metrics.weight_version
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the prefix cache."""
         return self.metrics.num_cached_tokens

@@ -48,6 +48,8 @@ def request_facts(request: Request) -> dict[str, Any]:
     params: SamplingParams | BeamSearchParams = request.params if request.search is None else request.search.params
     if request.params.logits_processors:
         raise RequestError("logits_processors are Python functions, which a receipt cannot hold: leave one out")
+    if request.images:
+        raise RequestError("a receipt cannot hold the images of a prompt: leave the receipt or the images out")
     given = request.num_given
     known = request.sequences[0].output_token_ids[:given]
     return {

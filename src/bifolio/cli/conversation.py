@@ -24,7 +24,7 @@ SUMMARY_TOKENS = 160
 SUMMARY_REQUEST = "Summarise our conversation so far in at most 80 words."
 SUMMARY_TITLE = "Summary of the earlier conversation:"
 SESSION_SUFFIX = ".session"  # of files with blocks
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 def checked_policy(name: str) -> str:
@@ -64,6 +64,7 @@ class Conversation:
         self.policy = checked_policy(policy)
         self.stop_loops = True  # end an answer that repeats itself (`text.loops`)
         self.messages: Messages = []  # all of them, the system prompt included
+        self.images: list[dict[str, Any]] = []  # parts of the next message
         self.branch_name = "main"
         self.branches: dict[str, Branch] = {}  # left ones, by name
         self.notes: list[str] = []  # remarks on the last turn for the person
@@ -89,12 +90,33 @@ class Conversation:
         self.llm.chat_tokens([*self.messages, {"role": "user", "content": "Hello"}])
 
     # -- turns -------------------------------------------------------------------------------------------------------
-    def turn(self, text: str, write: Callable[[str], None]) -> Request:
-        """Say `text`, write the answer as it comes, and keep both. Ctrl-C ends the answer and keeps its text."""
+    def show(self, path: str) -> str:
+        """Keep the image of a file for the next message."""
+        from bifolio.api.images import image_of_file, required_vision
+        from bifolio.text.data_urls import url_of
+
+        if not path:
+            count, self.images = len(self.images), []
+            return f"{count} images forgotten"
+        file = Path(path.strip("'\"")).expanduser()
+        try:
+            required_vision(self.llm.model)
+            image = image_of_file(file)
+        except BifolioError as error:
+            return str(error)
+        self.images.append({"type": "image_url", "image_url": {"url": url_of(file.read_bytes())}})
+        return f"{file.name}, {image.width} x {image.height} pixels: it goes with the next message"
+
+    def turn(self, text: str | list[Any], write: Callable[[str], None]) -> Request:
+        """Say `text` behind the images that wait, write the answer as it comes, and keep both.
+
+        Ctrl-C ends the answer and keeps its text.
+        """
         self.notes = []
-        messages = [*self.messages, {"role": "user", "content": text}]
+        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        messages = [*self.messages, {"role": "user", "content": content}]
         context = self.fitted(messages)
-        prompt = {"prompt_token_ids": self.llm.chat_tokens(context.messages)}
+        prompt = self.llm.chat_prompt(context.messages)
         pieces: list[str] = []
         stream = self.llm.stream(prompt, self.params)
         watch = LoopWatch()
@@ -111,6 +133,7 @@ class Conversation:
             stream.close()
         if pieces:  # else Ctrl-C came before the first token, and nothing was said
             self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+            self.images = []
             self._note_context(context)
         (request,) = stream.requests
         self._note_cut(request)

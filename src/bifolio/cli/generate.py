@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,8 @@ EPILOG = """Examples:
 
   bifolio generate -m ./Qwen2.5-Coder.gguf "total = " --suffix "  # the sum of prices"
 
+  bifolio generate -m ./gemma-3-4b-it "What is this?" --image photo.jpg
+
   bifolio generate --beams 4 -n 32 "One day, a little dog"
 
   bifolio generate -m ./model --input prompts.jsonl --output answers.jsonl"""
@@ -56,6 +59,10 @@ def generate(
     suffix: Annotated[
         str | None,
         commands.option("--suffix", help="Text after the gap that a model with fill-in-the-middle tokens fills in."),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        commands.option("--image", help="Image that the prompt is about, before its text; several times for several."),
     ] = None,
     ignore_eos: Annotated[bool, commands.option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     beams: Annotated[
@@ -96,9 +103,13 @@ def generate(
         explicit["grammar"] = read_grammar(json_schema)
     if input_file is not None:
         check_alone(prompt, suffix, echo)
+        if image:
+            raise commands.BadParameter("--image is for one prompt: leave --input out")
     text = given_text(prompt) if input_file is None else None
     if suffix is not None:
         text = text or ""
+        if image:
+            raise commands.BadParameter("a prompt has either --suffix or --image: leave one of them out")
     llm = engine.llm(model, verbose=verbose)
     if input_file is not None:
         run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams)
@@ -107,7 +118,7 @@ def generate(
         params = request_params(llm, {"max_tokens": most, **explicit}, beams)
         if echo is None:
             echo = json_schema is None and (text is None or (output_file is None and sys.stdout.isatty()))
-        run_one(llm, STORY if text is None else text, params, echo, as_json, output_file, suffix)
+        run_one(llm, STORY if text is None else text, params, echo, as_json, output_file, suffix, image or [])
     if verbose and llm.engine.speculator is not None:
         stats = llm.engine.speculator.stats
         share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
@@ -183,12 +194,15 @@ def run_one(
     as_json: bool,
     target: Path | None = None,
     suffix: str | None = None,
+    images: Sequence[Path] = (),
 ) -> None:
     """Print the continuation of a text, or the text of its gap before a suffix, or write it.
 
     Nothing is printed before the request was checked.
     """
     prompt: Prompt = text if suffix is None else {"prompt": text, "suffix": suffix}
+    if images:
+        prompt = with_image_files(llm, text, images)
     before, after = (text, suffix or "") if echo else ("", "")
     if as_json or target is not None:
         import json
@@ -210,6 +224,18 @@ def run_one(
         (output,) = complete(llm, [prompt], [params])
         write(before + output.outputs[0].text)
     write(after + "\n")
+
+
+def with_image_files(llm: LLM, text: str, files: Sequence[Path]) -> Prompt:
+    """A prompt about images: a question of a user where the model has a chat template."""
+    from bifolio.api.images import image_of_file, required_vision
+
+    vision = required_vision(llm.model)
+    images = [image_of_file(file) for file in files]
+    if llm.model.chat_template is None:
+        return {"prompt": vision.placeholder * len(images) + text, "multi_modal_data": {"image": images}}
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+    return llm.chat_prompt([{"role": "user", "content": parts}])
 
 
 def complete(llm: LLM, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:

@@ -14,6 +14,7 @@ from bifolio.cli import commands, options
 if TYPE_CHECKING:
     from bifolio.config import ModelConfig
     from bifolio.model.gguf.reader import Value
+    from bifolio.model.vision.tower import Vision
 
 HELP = """Show a model's architecture, metadata, tensors, formats, sizes and memory plan.
 
@@ -217,7 +218,7 @@ def memory_plan(
         "num_full_sequences": plan.max_cached_tokens // length,
         "num_parameters": config.num_parameters,
         "num_active_parameters": config.num_active_parameters,
-        "architecture": architecture_lines(config),
+        "architecture": [*architecture_lines(config), *image_lines(opened.text.vision)],
         "notes": conversion_notes([m.format for m in matrices], CPU_FORMATS, CPU_KERNELS),
         "lines": [
             *plan.lines(),
@@ -225,6 +226,15 @@ def memory_plan(
             *(short if needed > plan.free_bytes else []),
         ],
     }
+
+
+def image_lines(vision: Vision | None) -> list[str]:
+    """The tower in words."""
+    if vision is None:
+        return []
+    sizes = vision.sizes
+    layers = f"{sizes.num_layers} layers of {sizes.hidden_size}, patches of {sizes.patch_size} x {sizes.patch_size}"
+    return [f"images: tower {vision.name}, {layers}"]
 
 
 def architecture_lines(config: ModelConfig) -> list[str]:

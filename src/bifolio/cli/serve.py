@@ -176,6 +176,12 @@ class ServerOptions:
         bool,
         commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).", advanced=True),
     ] = False
+    allow_updates: Annotated[
+        bool,
+        commands.option(
+            "--allow-updates", help="Clients may pause the engine and load other weights from a folder.", advanced=True
+        ),
+    ] = False
     log_prompts: Annotated[
         bool, commands.option("--log-prompts", help="Write prompts into the log.", advanced=True)
     ] = False
@@ -216,6 +222,7 @@ class ServerOptions:
             transfer=self._transfer(),
             log_prompts=self.log_prompts,
             allow_pull=self.allow_pull,
+            allow_updates=self.allow_updates,
             allow_priority=self.allow_priority,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )

@@ -224,6 +224,12 @@ class ReplicaEngine:
             "found, or use a server with one engine",
         )
 
+    async def control(self, control: m.Control) -> int:
+        """Refuse: each replica has weights of its own."""
+        raise EngineFaultError(
+            FaultKind.INVALID_REQUEST, "weights of replicas are not exchanged together: use a server with one engine"
+        )
+
     def fail_all(self, error: Exception) -> None:
         for stream in set(self._streams.values()):
             stream.fail(error)

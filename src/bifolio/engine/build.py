@@ -133,9 +133,10 @@ def plan_rank(
         model = move_to_device(model, kernels, on_load)
     if device is not None and num_blocks is None and memory is None:
         return model, _measured_plan(model, config, kernels, draft_model, utilisation, device)
+    tower = 0 if model.tower is None or device is not None else weight_bytes(model.tower, kernels.formats)
     return model, plan_memory(
         model.weights.config,
-        weight_bytes(model.weights, kernels.formats),
+        weight_bytes(model.weights, kernels.formats) + tower,
         block_size=config.cache.block_size,
         kv_dtype=config.cache.dtype,
         num_blocks=num_blocks,

@@ -27,6 +27,7 @@ from bifolio.engine.executor import DecodeExecutor, Launched, ModelRunner, Peers
 from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
 from bifolio.engine.host_batch import Readout
+from bifolio.engine.kept import KeptConversations
 from bifolio.engine.pooling import PooledPass
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
@@ -36,10 +37,8 @@ from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.tiers.build import new_tiers
-from bifolio.errors import RequestError
-from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.kernels.interface import KernelSet, SlotSizes
-from bifolio.kernels.storage import BlockMover
+from bifolio.kernels.storage import BlockMover, poison_in
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
@@ -53,7 +52,7 @@ from bifolio.schedule.plan import BatchSlot, StepPlan
 from bifolio.sequence import FinishReason, Request, RequestOptions, RequestPhase, Sequence, StepResult
 
 
-class InferenceEngine:
+class InferenceEngine(KeptConversations):
     """Continuous batching over one paged cache."""
 
     def __init__(
@@ -83,7 +82,7 @@ class InferenceEngine:
         if peers is not None:
             self.storages.append(peers)
         if cache.poison_free_blocks:
-            self.blocks.on_free = self._poison
+            self.blocks.on_free = poison_in(self.storages)
             self.blocks.on_take_state(self.runner.storage.poison_state)
         self.prefill_executor = PrefillExecutor(self.runner, config.chunk_size)
         self.decode_executor = DecodeExecutor(self.runner)
@@ -108,7 +107,8 @@ class InferenceEngine:
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
-        self.factory = RequestFactory(model, config, self.blocks, self.requests, self._refusal_of_images())
+        self.weight_version = 0  # counts the exchanges of weights
+        self.factory = RequestFactory(model, config, self.blocks, self.requests, self.runner.images is not None)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._has_states = self.blocks.has_states
@@ -247,57 +247,6 @@ class InferenceEngine:
 
     add_beam_search = add_request
 
-    def keep(self, request_id: str) -> bool:
-        """Keep the conversation's blocks after its end, so that `fork` can continue it without recomputation.
-
-        Kept conversations are dropped, the oldest first, when their blocks are needed; False if it is not running.
-        """
-        request = self.requests.get(request_id)
-        if request is not None:
-            request.keep = True
-        return request is not None
-
-    def fork(
-        self,
-        request_id: str,
-        new_request_id: str,
-        token_ids: Sequences[int],
-        params: SamplingParams,
-        *,
-        num_kept: int | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Request:
-        """Continue a kept conversation, or its first `num_kept` tokens, by `token_ids` and generate from there.
-
-        The request has its salt. Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a
-        new request instead.
-        """
-        parent = self.batcher.kept(request_id)
-        if parent is None:
-            raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
-        options["salt"] = parent.request.salt
-        options.setdefault("images", parent.request.images)
-        known = parent.token_ids if num_kept is None else parent.token_ids[:num_kept]
-        request = self.factory.new_request(new_request_id, [*known, *token_ids], params, **options)
-        first = request.sequences[0]
-        shared = min(parent.num_computed, len(known), first.num_tokens - 1)
-        if params.prompt_logprobs is not None:  # the positions that score others are computed again
-            shared = min(shared, request.score_from)
-        if not shared or request.rope != parent.request.rope:
-            return self._enqueue(request)
-        self.blocks.fork(parent.id, first.id)
-        try:
-            self.blocks.truncate(first.id, shared)
-            first.num_draft_computed = min(parent.num_draft_computed, shared)
-            return self._enqueue(request)
-        except BaseException:
-            self.blocks.release(first.id)
-            raise
-
-    def release(self, request_id: str) -> bool:
-        """Drop a kept conversation."""
-        return self.batcher.drop_kept(request_id)
-
     def abort(self, request_id: str) -> bool:
         """End a request between two steps; False if it is unknown or finished."""
         request = self.requests.get(request_id)
@@ -362,6 +311,7 @@ class InferenceEngine:
     # -- details ----------------------------------------------------------------------------------------------------
     def _enqueue(self, request: Request) -> Request:
         self.batcher.add(request)
+        request.metrics.weight_version = self.weight_version
         self.requests[request.request_id] = request
         return request
 
@@ -374,12 +324,6 @@ class InferenceEngine:
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes) if has_tokens else None
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
-
-    def _refusal_of_images(self) -> str | None:
-        """Why requests with images are refused; None: they are read."""
-        if self.model.tower is None:
-            return TEXT_ONLY
-        return None if self.runner.images is not None else ONE_CPU
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""
@@ -396,10 +340,6 @@ class InferenceEngine:
             return {}
         ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
         return speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])
-
-    def _poison(self, block_ids: list[int]) -> None:
-        for storage in self.storages:
-            storage.poison_blocks(block_ids)
 
     def _deliver(self) -> list[StepResult]:
         results, self._outbox = self._outbox, []

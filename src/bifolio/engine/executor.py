@@ -80,7 +80,7 @@ class Peers(BlockMover, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ModelRunner:
     """The weights, kernels and KV storage of one model, or of one rank's part of it."""
 
@@ -112,7 +112,9 @@ class ModelRunner:
         images = None
         if model.tower is not None and peers is None and not kernels.launches_ahead:
             images = ImageReader(model.tower.prepared(kernels), kernels)
-        return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout), peers, images)
+        weights = prepare(model.weights, kernels, on_load)
+        weights = weights if images is None else replace(weights, image_rows=images.tower.layout)
+        return cls(weights, kernels, kernels.new_storage(layout), peers, images)
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.cache.table_states import StatePass
-from bifolio.images import runs_of
+from bifolio.images import runs_of, shift_at
 from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet, StateUse
 from bifolio.long_rope import LONG_ROPE
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     table: int  # row of the block tables
     start: int  # position of the first
     tokens: Sequences[int] | NDArray[np.int32]
-    rope: int = 0  # LONG_ROPE: the long set of frequencies rotates them (`bifolio.long_rope`)
+    rope: int = 0  # added to positions; LONG_ROPE: the long set of frequencies rotates them (`bifolio.long_rope`)
     causal: bool = True  # False: each sees all of them
     second_start: int = 0  # tokens from here on belong to the second of two texts; 0: there is one
 
@@ -216,7 +216,8 @@ def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:
 
 
 def _run(item: ScheduledSequence, newest: np.ndarray) -> Run:
-    tokens, rope = item.sequence.token_ids, item.sequence.request.rope or 0
+    tokens, request = item.sequence.token_ids, item.sequence.request
+    rope = (request.rope or 0) + (shift_at(request.images, item.start) if request.images else 0)
     if item.num_new == 1:
         return Run(item.slot, item.start, (newest_token(item, newest),), rope)
     end = item.start + item.num_new - len(item.drafts)

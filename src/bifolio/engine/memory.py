@@ -15,6 +15,7 @@ from bifolio.config import KVDtype, ModelConfig
 from bifolio.engine.state_plan import StatePlan
 from bifolio.errors import ConfigError
 from bifolio.model.draft_head import HeadWeights
+from bifolio.model.vision.tower import Tower
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes
 from bifolio.quant.formats import READABLE_FORMATS, QuantFormat
@@ -185,7 +186,7 @@ def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) ->
     return CacheLayout.of_model(config, 1, block_size, kv_dtype).bytes_per_block
 
 
-def weight_bytes(weights: ModelWeights | HeadWeights, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:
+def weight_bytes(weights: ModelWeights | HeadWeights | Tower, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:
     """Bytes of all matrices in the `formats` of a kernel set, by default those of the file; tied ones count once."""
     return sum(converted_bytes(matrix, formats) for matrix in weights.matrices() if hasattr(matrix, "nbytes"))
 

@@ -21,6 +21,7 @@ from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.engine.pooling import pooled_result
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
+from bifolio.images import ONE_CPU, TEXT_ONLY
 from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
 from bifolio.pooling_params import PoolingParams
@@ -42,13 +43,13 @@ class RequestFactory:
         config: EngineConfig,
         blocks: KVCacheBlockManager,
         running: Mapping[str, Request],  # the engine's unfinished requests, read for their ids
-        refuses_images: str | None = None,  # the reason; None: images are read
+        reads_images: bool = False,
     ) -> None:
         self._model = model
         self._config = config
         self._blocks = blocks
         self._running = running
-        self._refusal_of_images = refuses_images
+        self._reads_images = reads_images
         self._numbers = count()  # order of arrival
 
     def new_request(
@@ -65,8 +66,8 @@ class RequestFactory:
         params = own.sampling if isinstance(own, BeamSearchParams) else own
         self._check_generates()
         self._check(request_id, known, params)
-        if options.get("images") and self._refusal_of_images is not None:
-            raise RequestError(self._refusal_of_images)
+        if options.get("images") and not self._reads_images:
+            raise RequestError(TEXT_ONLY if self._model.vision is None else ONE_CPU)
         given = _checked_given(options.get("num_given", 0), known, own)
         room, count = self._config.max_model_len - len(known), len(known)
         most = longest_output(self._model.config, count, params.max_tokens)

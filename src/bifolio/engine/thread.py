@@ -39,6 +39,7 @@ class EngineThread:
         self._on_results = on_results
         self._on_closed = on_closed
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.is_paused = False  # requests wait; commands run
         self._stopping = False
         self._closing = threading.Lock()
         self._closed = False
@@ -91,11 +92,15 @@ class EngineThread:
             self._close()
 
     def _step(self) -> None:
-        if self.engine.has_work:
+        if self.engine.has_work and not self.is_paused:
             self.step_started = time.monotonic()
             results = self.engine.step()
             self.step_started = None
             self._on_results(results)
+
+    def deliver(self) -> None:
+        """On the engine's thread: one step, whose results are delivered although it may be paused."""
+        self._on_results(self.engine.step())
 
     def _drain(self) -> None:
         self.engine.abort_all()
@@ -104,7 +109,7 @@ class EngineThread:
 
     def _run_commands(self) -> None:
         """Run all queued commands; when idle, wait for the next one."""
-        idle = not self.engine.has_work
+        idle = self.is_paused or not self.engine.has_work
         try:
             command = self._commands.get(block=idle)
             while True:

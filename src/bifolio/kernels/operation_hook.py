@@ -14,6 +14,11 @@ OPERATIONS = frozenset(name for part in Operations.__mro__[:2] for name in vars(
 Hook = Callable[..., Any]  # (name of the operation, the operation, *its arguments, **its options) -> its result
 
 
+def operations_of(kernels: KernelSet) -> dict[str, Callable[..., Any]]:
+    """The operations of a set by name."""
+    return {name: work for name, work in inspect.getmembers(kernels, callable) if name in OPERATIONS}
+
+
 def hooked(kernels: KernelSet, hook: Hook, names: Iterable[str] = OPERATIONS, *, one_by_one: bool = False) -> KernelSet:
     """A copy of the set whose operations run through the hook.
 
@@ -23,7 +28,7 @@ def hooked(kernels: KernelSet, hook: Hook, names: Iterable[str] = OPERATIONS, *,
     """
     measured: Any = copy(kernels)
     chosen = frozenset(names)
-    own = {name: partial(hook, name, work) for name, work in inspect.getmembers(kernels, callable) if name in chosen}
+    own = {name: partial(hook, name, work) for name, work in operations_of(kernels).items() if name in chosen}
     off = ("device_slots", "record", "fold_shared") if one_by_one else ("device_slots",)
     vars(measured).update(own | dict.fromkeys(off, lambda *arguments: None))
     result: KernelSet = measured

@@ -12,7 +12,7 @@ storage (`KernelSet.new_storage`), since its kernels read and write it. Allocati
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -356,3 +356,13 @@ def decode_q8_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
     quantized = np.ascontiguousarray(rows[..., :head_dim]).view(np.int8).reshape(*rows.shape[:-1], -1, Q8_BLOCK)
     scales = np.ascontiguousarray(rows[..., head_dim:]).view(np.float16).astype(np.float32)
     return (quantized.astype(np.float32) * scales[..., None]).reshape(*rows.shape[:-1], head_dim)
+
+
+def poison_in(storages: list[BlockMover]) -> Callable[[list[int]], None]:
+    """A function that fills blocks with NaN in all of these storages, later ones included."""
+
+    def poison(block_ids: list[int]) -> None:
+        for storage in storages:
+            storage.poison_blocks(block_ids)
+
+    return poison

@@ -12,6 +12,7 @@ from itertools import pairwise
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
+from bifolio.model.image_rows import given_rows
 from bifolio.model.layer_inputs import gated_inputs, layer_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import (
@@ -31,12 +32,17 @@ SharedHeads = dict[int, Heads]  # keys and values that later layers read, by lay
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config
-    x = embedded(weights, batch, kernels) if batch.given is None else kernels.given(batch, config.hidden_size)
+    half = weights.inverse_frequencies[0].shape[-1] if weights.inverse_frequencies else 0
+    size, layout = config.hidden_size, weights.image_rows
+    rows = None if batch.given is None else given_rows(layout, size, half, batch, kernels)
+    x = embedded(weights, batch, kernels) if rows is None else rows.x
     x = with_positions(weights, x, batch, kernels)
     rotations = tuple(
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
     )
+    if rows is not None and rows.rotation is not None:
+        rotations = (rows.rotation, *rotations[1:])
     inputs = None if weights.layer_inputs is None else layer_inputs(weights.layer_inputs, x, batch, kernels)
     shared: SharedHeads = {}
     if weights.streams is not None:
@@ -64,6 +70,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
             x = kernels.add(x, delta, 1.0 if layer.inputs is not None else layer.scale)
         if layer.inputs is not None and inputs is not None:
             x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
+        if rows is not None and number <= len(rows.deep):
+            x = kernels.add(x, rows.deep[number - 1])
         _tap(weights, number, x, batch, kernels)
     return x
 

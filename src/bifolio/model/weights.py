@@ -28,6 +28,7 @@ from bifolio.kernels.interface import (
     Shards,
     SharedMlp,
 )
+from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
@@ -178,8 +179,8 @@ class ModelWeights:
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
     type_embedding: QuantizedTensor | Array | None = None  # [types, d]
-    embedding_norm: Norm | None = None
     pooler: PoolerWeights | None = None  # from hidden states to vectors or scores; None: as `PoolingConfig` says alone
+    image_rows: RowLayout = PLAIN_ROWS  # how a pass takes rows in place of embeddings
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def tapped(self, taps: tuple[int, ...]) -> ModelWeights:

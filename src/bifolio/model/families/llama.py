@@ -11,7 +11,8 @@ from bifolio.model.families.mistral import folder_family
 
 FAMILY = Family(
     name="llama",
-    hf_types=("llama",),
+    hf_types=("llama", "smolvlm", "idefics3"),
+    hf_text_part=True,
     hf_class="LlamaForCausalLM",
     hf_always=("attention_bias", "mlp_bias"),
     fields=(*EXPERTS, ADD_UP, NO_EXPERTS),

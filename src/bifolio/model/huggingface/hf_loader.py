@@ -112,7 +112,7 @@ class FolderTensors:
         self._tensors = tensors
         self._spellings = {name: name for name in tensors}
         for name in tensors:
-            self._spellings.setdefault(name.replace("language_model.", "", 1), name)
+            self._spellings.setdefault(name.replace("language_model.", "", 1).replace("text_model.", "", 1), name)
             self._spellings.setdefault(prefix + name, name)
 
     def has(self, name: str) -> bool:

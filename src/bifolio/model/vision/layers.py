@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bifolio.kernels.interface import (
     Array,
-    AttentionPhase,
-    AttentionSegment,
     AttentionShape,
     Batch,
     KernelSet,
@@ -75,26 +72,6 @@ class TowerLayer:
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [*self.qkv.parts, *self.output.parts, *self.up.parts, *self.down.parts]
-
-
-def patch_batch(lengths: Sequence[int], kernels: KernelSet) -> Batch:
-    """A batch of patches, where each sees the others of its own run of `lengths`."""
-    count = sum(lengths)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    segment = AttentionSegment(
-        phase=AttentionPhase.PREFILL,
-        token_start=0,
-        token_end=count,
-        query_starts=starts,
-        context_lens=np.asarray(lengths, np.int32),
-        block_tables=None,
-        fresh=True,
-        max_query_len=max(lengths),
-        max_context_len=max(lengths),
-        causal=False,
-    )
-    positions = kernels.from_host(np.arange(count, dtype=np.int32))
-    return Batch(positions, positions, None, (segment,), None, count - 1)
 
 
 def pooled(x: Array, side: tuple[int, int], size: int, kernels: KernelSet) -> Array:

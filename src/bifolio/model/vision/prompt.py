@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
 from bifolio.images import PromptImage
-from bifolio.model.vision.tower import Picture, Vision
+from bifolio.model.vision.tower import Picture, Pixels, Vision
 from bifolio.text.roles import Parts
 
 MAX_IMAGES = 256  # of a prompt
@@ -73,6 +74,18 @@ def placed(token_ids: Sequence[int], vision: Vision, pictures: Sequence[Picture]
         )
     ends = np.cumsum(counts)
     return tuple(
-        PromptImage(tile, places[end - count : end], vision.digest(tile), vision.both_ways)
-        for tile, count, end in zip(tiles, counts, ends, strict=True)
+        image_at(vision, tile, places[end - count : end]) for tile, count, end in zip(tiles, counts, ends, strict=True)
     )
+
+
+def image_at(vision: Vision, tile: Pixels, places: NDArray[np.int32]) -> PromptImage:
+    """One tile of a prompt."""
+    return PromptImage(tile, places, vision.digest(tile), vision.both_ways, vision.grid(tile))
+
+
+def checked_image(vision: Vision, tile: Pixels, places: NDArray[np.int32], num_tokens: int) -> PromptImage:
+    """One tile of a prompt that another process prepared."""
+    is_ordered = len(places) and places[0] >= 0 and places[-1] < num_tokens and (np.diff(places) > 0).all()
+    if not is_ordered or len(places) != vision.num_rows(tile):
+        raise RequestError("the rows of an image do not fit its tokens: server and engine have different models")
+    return image_at(vision, tile, places)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kernels.interface import Array, KernelSet
+from bifolio.kernels.interface import Array, Batch, KernelSet
+from bifolio.model.image_rows import PLAIN_ROWS as PLAIN_ROWS
+from bifolio.model.image_rows import RowLayout as RowLayout
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.quant.tensor import QuantizedTensor
 
 Pixels = NDArray[np.uint8]  # u8[height, width, 3]
+NewBatch: TypeAlias = Callable[[int], Batch]  # of so many patches, each of which sees all
 
 
 class Picture(NamedTuple):
@@ -26,12 +30,17 @@ class Picture(NamedTuple):
 class Tower(Protocol):
     """The network that turns the pixels of a tile into rows in place of embeddings."""
 
+    @property
+    def layout(self) -> RowLayout:
+        """How the text network takes the rows."""
+        ...
+
     def prepared(self, kernels: KernelSet) -> Tower:
         """The tower with its weights prepared for a kernel set."""
         ...
 
-    def rows(self, pixels: Pixels, kernels: KernelSet) -> NDArray[np.float32]:
-        """f32[rows, d] of one tile."""
+    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> NDArray[np.float32]:
+        """f32[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns."""
         ...
 
     def matrices(self) -> list[QuantizedTensor | Array]:
@@ -44,6 +53,7 @@ class Vision:
     """How a model takes images, without its weights."""
 
     name: str  # of the family of the tower
+    sizes: Any  # of the tower: hidden_size, num_layers, patch_size and others of its family
     placeholder: str  # the text of an image in a prompt
     row_token: int  # the token that stands for one row
     both_ways: bool = False  # the tokens of a tile see all of them
@@ -55,6 +65,10 @@ class Vision:
     def num_rows(self, pixels: Pixels) -> int:
         """Rows of a tile."""
         raise NotImplementedError
+
+    def grid(self, pixels: Pixels) -> tuple[int, int] | None:
+        """Height and width of a tile in rows, where rope has a position for each; None: its tokens count like text."""
+        return None
 
     def load(self, source: TowerTensors) -> Tower:
         """The tower from the tensors of a folder."""

@@ -100,6 +100,7 @@ async def serve(connection: socket.socket) -> None:
     context = ServerContext(
         model, engine, settings.name, settings.server.limits, created=settings.created,
         log_prompts=settings.server.log_prompts, reference=settings.reference, allow_pull=settings.server.allow_pull,
+        allow_updates=settings.server.allow_updates,
         allow_priority=settings.server.allow_priority, gather=engine.gather,
     )  # fmt: skip
     engine.own_metrics = context.metrics

@@ -12,6 +12,8 @@ from bifolio.api.messages import (
     Beat,
     BranchCall,
     BranchReply,
+    Control,
+    Controlled,
     Embed,
     Embedding,
     Hello,
@@ -60,9 +62,10 @@ class Scraped(msgspec.Struct, tag="scraped"):
     body: bytes
 
 
-FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Samples | Scrape
+FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | BranchCall | Control | Samples | Scrape
 ToBranch = (
-    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Beat | Lost | Drain | Scraped
+    Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | BranchReply | Controlled
+    | Beat | Lost | Drain | Scraped
 )  # fmt: skip
 
 from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)

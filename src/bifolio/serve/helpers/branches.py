@@ -200,7 +200,7 @@ class Branches:
             self._relay_updates(message)
         elif isinstance(message, m.Hello | m.Beat):
             self._broadcast(message)
-        elif isinstance(message, m.Refused | m.Embedding | m.Picture | m.Recalled | m.BranchReply):
+        elif isinstance(message, m.Refused | m.Embedding | m.Picture | m.Recalled | m.BranchReply | m.Controlled):
             branch = self._branch_of(message.id)
             if branch is not None:
                 branch.open.pop(message.id, None)

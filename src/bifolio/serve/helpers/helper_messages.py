@@ -31,7 +31,13 @@ class Check(msgspec.Struct, tag="check"):
     text: str
 
 
-Task = Render | Check
+class View(msgspec.Struct, tag="view"):
+    """Decode an image and bring it into the sizes that the model reads."""
+
+    data: bytes  # of a file
+
+
+Task = Render | Check | View
 
 
 class Run(msgspec.Struct, tag="run"):
@@ -55,6 +61,13 @@ class Done(msgspec.Struct, tag="done"):
     text: str = ""
 
 
+class Viewed(msgspec.Struct, tag="viewed"):
+    """An image as the model reads it (`model.vision.tower.Picture`)."""
+
+    text: str
+    tiles: list[tuple[int, int, bytes]]  # height, width, u8[height, width, 3]
+
+
 class Failed(msgspec.Struct, tag="failed"):
     """The task was refused, or has ended its process."""
 
@@ -65,7 +78,7 @@ class Failed(msgspec.Struct, tag="failed"):
 SLOW = "Slow"  # it took all of its CPU seconds
 KILLED = "Killed"  # it breached another limit
 LOST = "Lost"  # its process was ended from outside
-Result = Done | Failed
+Result = Done | Viewed | Failed
 
 
 class Outcome(msgspec.Struct, tag="outcome"):

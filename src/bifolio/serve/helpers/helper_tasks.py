@@ -10,9 +10,11 @@ import socket
 from pathlib import Path
 
 from bifolio.api.messages import FrameReader, frame
-from bifolio.errors import BifolioError, ChatTemplateError
+from bifolio.errors import BifolioError, ChatTemplateError, RequestError
+from bifolio.images import TEXT_ONLY
 from bifolio.model.loaded import TextModel
 from bifolio.model.loader import open_text_model
+from bifolio.model.vision.processing import decoded
 from bifolio.serve.helpers import helper_messages as h
 from bifolio.text.chat_template import render_chat
 from bifolio.text.tokenizer import is_library_error
@@ -48,6 +50,8 @@ class TaskRunner:
     def _run(self, task: h.Task) -> h.Result:
         """The result of one task; a breach of a limit ends the process instead."""
         try:
+            if isinstance(task, h.View):
+                return self._view(task)
             return h.Done(self._render(task)) if isinstance(task, h.Render) else self._check(task)
         except BifolioError as error:
             return h.Failed(type(error).__name__, str(error))
@@ -68,6 +72,15 @@ class TaskRunner:
             )
         except MemoryError as error:
             raise ChatTemplateError("the chat template takes too much memory") from error
+
+    def _view(self, task: h.View) -> h.Viewed:
+        if self._model.vision is None:
+            raise RequestError(TEXT_ONLY)
+        try:
+            picture = self._model.vision.read(decoded(task.data))
+        except MemoryError as error:
+            raise RequestError("the image takes too much memory: send a smaller one") from error
+        return h.Viewed(picture.text, [(*tile.shape[:2], tile.tobytes()) for tile in picture.tiles])
 
     def _check(self, task: h.Check) -> h.Done:
         from bifolio.sampling.grammar import Grammar, probe_grammar

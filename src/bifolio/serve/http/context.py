@@ -56,6 +56,7 @@ class ServerContext:
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
     allow_pull: bool = False  # clients may fetch models into the cache
+    allow_updates: bool = False  # clients may pause the engine and give it other weights
     allow_priority: bool = False  # priorities of clients without keys count
     draining: bool = False
     branches: Branches | None = None  # further front ends

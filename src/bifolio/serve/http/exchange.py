@@ -25,7 +25,7 @@ from bifolio.serve.http.events import Event, encode_event
 T = TypeVar("T")
 _PATH = re.compile(r"`\$([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
-_MEDIA = re.compile(r"(?:enum value '|unknown field `)(?:input_)?(image|audio|video|file)[a-z_]*['`]|\.(image)s`$")
+_MEDIA = re.compile(r"(?:enum value '|unknown field `)(?:input_)?(audio|video|file)[a-z_]*['`]")
 LARGE_BYTES = 64 << 10  # of a body
 DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [
@@ -91,7 +91,7 @@ def decode(body: bytes, kind: type[T]) -> T:
             text += did_you_mean(unknown[1], _field_names(cast(Any, kind)))
             name = f"{name}.{unknown[1]}" if name else unknown[1]
         if media := _MEDIA.search(text):
-            text = f"{name}: this model reads text only: remove the {media[1] or media[2]}"
+            text = f"{name}: this server reads text and images only: remove the {media[1]}"
         raise bad_request(text, name or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None

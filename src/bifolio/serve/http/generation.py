@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.api.messages import BranchUse, Ended, NewTokens, Start, Thinking, Update
+from bifolio.api.messages import BranchUse, Ended, Image, NewTokens, Start, Thinking, Update
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.images import PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.http.auth import Receive, Tenant
@@ -56,6 +57,7 @@ class Job:
     branch: str = ""  # that the request continues or scores; the engine has its tokens
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False
+    images: tuple[PromptImage, ...] = ()  # of its only prompt
 
     @classmethod
     def of(
@@ -169,6 +171,7 @@ class Run:
                     job.branch,
                     job.branch_use,
                     job.wants_receipt,
+                    [Image.of(image) for image in job.images],
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -354,6 +357,8 @@ class Whole:
 
     answers: list[Answer]
     prompt_logprobs: list[list[TokenLogprob | None] | None]
+    weight_version: int = 0
+    num_weight_changes: int = 0
 
     def choices(self) -> Iterator[tuple[int, Answer]]:
         """(Index, answer) of each choice; a beam search may find fewer texts than the client asked for."""
@@ -370,6 +375,8 @@ async def collect(run: Run) -> Whole:
                 whole.prompt_logprobs[news.number] = news.prompt_logprobs
             for piece in news.pieces:
                 whole.answers[news.number * job.num_choices + piece.index].add(piece)
+    if run.ended is not None:
+        whole.weight_version, whole.num_weight_changes = run.ended.weight_version, run.ended.num_weight_changes
     if job.params.drop_output:
         for answer in whole.answers:
             answer.texts, answer.token_ids, answer.logprobs = [], [], []

@@ -60,6 +60,7 @@ class ServerSettings:
     max_updates_per_second: float | None = None  # events of all streams together, about; None: by the device
     log_prompts: bool = False
     allow_pull: bool = False  # clients may fetch models into the cache
+    allow_updates: bool = False  # clients may pause the engine and give it other weights
     allow_priority: bool = False  # priorities of clients without keys count
     worker_command: Sequence[str] | None = None
     front_ends: int = 1  # processes that listen on the port
@@ -179,7 +180,8 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         name = public_name(reference, settings.model_name)
         context = ServerContext(
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
-            allow_pull=settings.allow_pull, allow_priority=settings.allow_priority,
+            allow_pull=settings.allow_pull, allow_updates=settings.allow_updates,
+            allow_priority=settings.allow_priority,
         )  # fmt: skip
         if settings.metrics_compat is not None:
             context.metrics.extend = with_vllm_names(name, lambda: engine.hello)

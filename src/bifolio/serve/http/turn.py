@@ -13,6 +13,7 @@ from bifolio.serve.http.auth import Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import bad_request
 from bifolio.serve.http.generation import Job
+from bifolio.serve.http.images import image_urls, read_pictures, with_places, with_texts
 from bifolio.serve.http.sampling import engine_params, resolve_strings
 from bifolio.serve.http.tools import ToolPlan, marker_ids, plan_tools
 from bifolio.serve.protocols.openai_types import ChatRequest, Message
@@ -76,7 +77,8 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = plan_tools(request, context.model)
-    rendered = await render(context, request, tools, tenant)
+    pictures = await read_pictures(context, image_urls(request.messages), tenant)
+    rendered = with_texts(context, await render(context, request, tools, tenant), pictures)
     prompt = await _prompt_tokens(context, rendered, history)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = engine_params(
@@ -95,6 +97,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
         await context.grammars.require(*params.grammar, tenant.share)
     context.check_scored([prompt], drawn, params)
     job = Job.of(request, tenant, [prompt], params, drawn)
+    job.images = with_places(context, prompt, pictures)
     job.parent = "" if history is None else history.request_id
     tail = rendered[-1][0] if rendered else ""
     turn = Turn(context, request, tools, job, rendered="".join(text for text, _ in rendered))
@@ -156,7 +159,8 @@ def _with_reasoning(turn: Turn, tail: str) -> Turn:
 
 async def chat_tokens(context: ServerContext, request: ChatRequest, tools: ToolPlan, tenant: Tenant) -> list[int]:
     """The conversation in the model's own form; special tokens come from the template alone."""
-    rendered = await render(context, request, tools, tenant)
+    pictures = await read_pictures(context, image_urls(request.messages), tenant)
+    rendered = with_texts(context, await render(context, request, tools, tenant), pictures)
     return await context.tokenizers.encode_parts(rendered, context.max_model_len)
 
 
@@ -203,9 +207,16 @@ def _variables(request: ChatRequest, tools: ToolPlan) -> Mapping[str, Any]:
 
 def as_template_message(message: Message) -> dict[str, Any]:
     """As templates expect it: text as one string, arguments of calls as objects."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
+    content: str | list[dict[str, Any]] | None
+    if not isinstance(message.content, list):
+        content = message.content
+    elif all(part.type == "text" for part in message.content):
+        content = "".join(part.text or "" for part in message.content)
+    else:
+        content = [
+            {"type": "text", "text": part.text or ""} if part.type == "text" else {"type": "image"}
+            for part in message.content
+        ]
     role = "system" if message.role == "developer" else message.role
     result: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:

@@ -53,10 +53,10 @@ class BlockTransfer:
     def fetch(self, message: Start, start: Callable[[Start], None]) -> bool:
         """Fetch the blocks of a request, then start it, unless it is aborted meanwhile; False: its prompt stays here.
 
-        Short prompts stay, and those with prompt logprobs, which need all logits.
+        Short prompts stay, those with images, and those with prompt logprobs, which need all logits.
         """
         engines, scores_prompt = self._engines, message.params.get("prompt_logprobs") is not None
-        if engines is None or scores_prompt or len(message.prompt_token_ids) < self._threshold:
+        if engines is None or scores_prompt or message.images or len(message.prompt_token_ids) < self._threshold:
             return False
         count, most = len(message.prompt_token_ids), message.params.get("max_tokens")
         salt = salt_of_rope(rope_of_request(self._config, count, most), message.salt)

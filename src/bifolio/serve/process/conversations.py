@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 from bifolio.api import messages as m
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
+from bifolio.errors import RequestError
+from bifolio.images import TEXT_ONLY, PromptImage
+from bifolio.model.loaded import TextModel
+from bifolio.model.vision.prompt import checked_image
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions
 
@@ -128,11 +132,25 @@ def _conversation(message: m.Remember) -> Conversation:
     return Conversation(message.owner, message.request_id, message.body, message.share)
 
 
+def images_of(message: m.Start, model: TextModel) -> tuple[PromptImage, ...]:
+    """The images of a prompt, checked."""
+    vision, count = model.vision, len(message.prompt_token_ids)
+    if not message.images:
+        return ()
+    if vision is None:
+        raise RequestError(TEXT_ONLY)
+    try:
+        return tuple(checked_image(vision, *image.arrays(), count) for image in message.images)
+    except ValueError as error:
+        raise RequestError(f"an image of the request is damaged: {error}") from error
+
+
 def add_or_fork(engine: InferenceEngine, message: m.Start, params: SamplingParams, options: RequestOptions) -> Request:
     """Add a request: as a branch of a kept one whose tokens its prompt continues, else by itself."""
     prompt, parent = message.prompt_token_ids, engine.batcher.kept(message.parent) if message.parent else None
     known = [] if parent is None else list(parent.token_ids)
     is_branch = parent is not None and parent.request.salt == message.salt and len(prompt) > len(known)
+    is_branch = is_branch and not (message.images or (parent is not None and parent.request.images))
     if is_branch and prompt[: len(known)] == known:
         request = engine.fork(message.parent, message.id, prompt[len(known) :], params, **options)
     else:

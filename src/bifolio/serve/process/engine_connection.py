@@ -161,7 +161,7 @@ class EngineConnection:
                 self._take_update(update)
         elif isinstance(message, m.Refused):
             self._take_refusal(message)
-        elif isinstance(message, m.Embedding | m.Picture | m.Recalled | m.BranchReply):
+        elif isinstance(message, m.Embedding | m.Picture | m.Recalled | m.BranchReply | m.Controlled):
             self._answer(message.id, message)
         elif isinstance(message, m.Beat):
             self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
@@ -240,6 +240,12 @@ class EngineConnection:
         call = msgspec.structs.replace(call, id=self.new_id())
         reply: m.BranchReply = await self._ask(call.id, call)
         return reply
+
+    async def control(self, control: m.Control) -> int:
+        """Pause, resume, or update the engine; the version of its weights."""
+        control = msgspec.structs.replace(control, id=self.new_id())
+        done: m.Controlled = await self._ask(control.id, control)
+        return done.weight_version
 
     async def _ask(self, request_id: str, message: msgspec.Struct) -> Any:
         link = self._ready_link()

@@ -73,12 +73,12 @@ class Client:
             message.request_id if isinstance(message, m.Remember) else message.id
         ):
             self.link.abort()  # ids of other clients
-        elif isinstance(message, m.Start | m.Embed | m.Look | m.Recall | m.BranchCall):
+        elif isinstance(message, m.Start | m.Embed | m.Look | m.Recall | m.BranchCall | m.Control):
             self._start(message)
         else:
             engine.forward(message)
 
-    def _start(self, message: m.Start | m.Embed | m.Look | m.Recall | m.BranchCall) -> None:
+    def _start(self, message: m.Start | m.Embed | m.Look | m.Recall | m.BranchCall | m.Control) -> None:
         host = self._host
         if host.num_open >= host.max_open:
             self.send(m.Refused(message.id, FaultKind.QUEUE_FULL, f"{host.num_open} requests are under way: ask later"))
@@ -168,7 +168,7 @@ class EngineHost:
         elif isinstance(message, m.Hello | m.Beat):
             for client in list(self.clients.values()):
                 client.send(message)
-        elif isinstance(message, m.Refused | m.Embedding | m.Picture | m.Recalled | m.BranchReply):
+        elif isinstance(message, m.Refused | m.Embedding | m.Picture | m.Recalled | m.BranchReply | m.Controlled):
             owner = self._owner(message.id)
             if owner is not None:
                 owner.open.discard(message.id)

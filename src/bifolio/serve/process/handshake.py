@@ -47,9 +47,9 @@ class Lost(msgspec.Struct, tag="lost"):
 
 FromHost = (
     Challenge | Welcome | m.Hello | m.Refused | m.Updates | m.Embedding | m.Picture | m.Recalled | m.BranchReply
-    | m.Beat | Lost
+    | m.Controlled | m.Beat | Lost
 )  # fmt: skip
-ToHost = Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall | m.BranchCall
+ToHost = Attach | m.Start | m.Abort | m.Stop | m.Embed | m.Look | m.Remember | m.Recall | m.BranchCall | m.Control
 from_host_decoder = msgspec.msgpack.Decoder(FromHost)
 to_host_decoder = msgspec.msgpack.Decoder(ToHost)
 

@@ -55,4 +55,6 @@ def ended(request: Request, receipt: dict[str, Any] | None = None) -> m.Ended:
         request.error,
         request.fault,
         receipt,
+        metrics.weight_version,
+        metrics.num_weight_changes,
     )

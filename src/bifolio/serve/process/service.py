@@ -29,12 +29,13 @@ from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, RequestOptions, StepResult
 from bifolio.serve.process.block_transfer import BlockTransfer
-from bifolio.serve.process.conversations import ConversationStore, add_or_fork
+from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import ended, final_pieces, is_chosen_late, packed, without_text
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
+from bifolio.serve.process.weight_control import control
 from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
@@ -132,6 +133,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(engine, message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Control):
+            control(self.llm, self.thread, message, self.send)
         elif isinstance(message, m.BranchCall):
             self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):
@@ -232,12 +235,12 @@ class EngineService:
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
-        values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
+        values = {**message.params, **({} if grammar is None else {"grammar": grammar})}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
-        turn = self._turns.next(message.key, cost, message.priority)
-        options: RequestOptions = {"turn": turn, "salt": message.salt, "owner": message.share}
-        prompt = message.prompt_token_ids
+        options: RequestOptions = {"salt": message.salt, "owner": message.share}
+        options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
+            prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
             if message.is_beam_search:
                 request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
             elif message.branch:

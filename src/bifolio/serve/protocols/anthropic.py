@@ -117,7 +117,11 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
         for block in message.content
         if block.type == "tool_result"
     ]
-    text = "".join(block.text or "" for block in message.content if block.type == "text")
+    if any(block.source is not None and block.type != "image" for block in message.content):
+        raise bad_request("a block with a source is an image: set its type to image", "messages")
+    text: str | list[p.ContentPart] = "".join(block.text or "" for block in message.content if block.type == "text")
+    if any(block.type == "image" for block in message.content):
+        text = [_part(block) for block in message.content if block.type in ("text", "image")]
     calls = [_call(block) for block in message.content if block.type == "tool_use"]
     reasoning = "".join(block.thinking or "" for block in message.content if block.type == "thinking")
     if text or calls or reasoning or not found:
@@ -125,6 +129,17 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
             p.Message(role=message.role, content=text, tool_calls=calls or None, reasoning_content=reasoning or None)
         )
     return found
+
+
+def _part(block: Block) -> p.ContentPart:
+    """A text or an image."""
+    if block.type == "text":
+        return p.ContentPart(type="text", text=block.text or "")
+    source = block.source
+    if source is None or (source.data if source.type == "base64" else source.url) is None:
+        raise bad_request("an image block needs a source with its data", "messages")
+    url = source.url or f"data:{source.media_type or 'image/png'};base64,{source.data}"
+    return p.ContentPart(type="image_url", image_url=url)
 
 
 def _result(block: Block) -> str:

@@ -18,6 +18,7 @@ from bifolio.serve.protocols.openai_types import (
     Schema,
     Strict,
     Text,
+    Url,
     Word,
 )
 
@@ -37,11 +38,19 @@ class ResultBlock(Strict, kw_only=True):
     cache_control: CacheControl | None = None
 
 
+class ImageSource(Strict, kw_only=True):
+    type: Literal["base64", "url"]
+    media_type: Name | None = None
+    data: Url | None = None
+    url: Url | None = None
+
+
 class Block(Strict, kw_only=True):
     """A part of a message; which fields are set depends on the type."""
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: Text | None = None
+    source: ImageSource | None = None
     id: Name | None = None
     name: Name | None = None
     input: Input | None = None

@@ -9,19 +9,21 @@ from typing import Any
 
 from bifolio import __version__
 from bifolio.errors import RequestError, did_you_mean
+from bifolio.images import PromptImage
 from bifolio.serve.http.auth import Receive, Scope, Send
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import bad_request
 from bifolio.serve.http.events import Event, encode_json_event
 from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
 from bifolio.serve.http.generation import Answer, Job, Run, Whole
+from bifolio.serve.http.images import media_prompt
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.sampling import request_defaults
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.common import RouteRow, given, refuse_others
 from bifolio.serve.protocols.completions import CompletionCall
 from bifolio.serve.protocols.completions import prepare as prepare_completion
-from bifolio.serve.protocols.llama_cpp_types import NEUTRAL, InfillRequest, LlamaCppRequest
+from bifolio.serve.protocols.llama_cpp_types import NEUTRAL, InfillRequest, LlamaCppRequest, MediaPrompt
 from bifolio.serve.protocols.openai_answers import Usage
 from bifolio.serve.views.live import LOOK_TIMEOUT, visible_entry
 from bifolio.text.infill import ContextFile
@@ -67,7 +69,7 @@ def completion_request(request: LlamaCppRequest) -> p.CompletionRequest:
         schema = p.JsonSchemaFormat(schema=request.json_schema)
         options["response_format"] = p.ResponseFormat(type="json_schema", json_schema=schema)
     limit = None if request.n_predict < 0 else request.n_predict
-    prompt: Any = request.prompt
+    prompt: Any = "" if isinstance(request.prompt, MediaPrompt) else request.prompt
     return p.CompletionRequest(prompt=prompt, max_tokens=limit, **options)
 
 
@@ -168,7 +170,14 @@ def _settings(context: ServerContext) -> dict[str, Any]:
 async def completion(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), LlamaCppRequest)
     check_supported(request)
-    inner = await prepare_completion(context, completion_request(request), tenant_of(scope))
+    wanted, tenant = completion_request(request), tenant_of(scope)
+    images: tuple[PromptImage, ...] = ()
+    if isinstance(request.prompt, MediaPrompt):
+        data = [(f"multimodal_data[{number}]", each) for number, each in enumerate(request.prompt.multimodal_data)]
+        tokens, images = await media_prompt(context, request.prompt.prompt_string, data, tenant)
+        wanted.prompt = [*tokens]
+    inner = await prepare_completion(context, wanted, tenant)
+    inner.job.images = images
     await run_call(context, LlamaCppCall(context, request, inner), scope, receive, send, EVENTS)
 
 
@@ -213,7 +222,7 @@ async def props(context: ServerContext, scope: Scope, receive: Receive, send: Se
             "chat_template": context.model.chat_template or "",
             "bos_token": special.get("bos_token", ""),
             "eos_token": special.get("eos_token", ""),
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": context.model.vision is not None, "audio": False},
             "build_info": f"bifolio {__version__}",
         },
     )

@@ -15,10 +15,17 @@ Bias = Annotated[list[Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], M
                  Meta(max_length=4096)]  # fmt: skip
 
 
+class MediaPrompt(Strict, kw_only=True):
+    """A text with `<__media__>` in the place of each image."""
+
+    prompt_string: Text
+    multimodal_data: Annotated[list[p.Url], Meta(max_length=256)]  # base64
+
+
 class LlamaCppRequest(Strict, kw_only=True):
     """A completion."""
 
-    prompt: Text | TokenIds
+    prompt: Text | TokenIds | MediaPrompt
     n_predict: Annotated[int, Meta(ge=-2, le=p.BIG)] = -1  # negative: no limit
     stream: bool = False
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None

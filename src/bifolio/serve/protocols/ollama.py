@@ -105,7 +105,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[p.Message]:
         found.append(
             p.Message(
                 role=message.role,
-                content=message.content or "",
+                content=_content(message),
                 name=message.tool_name,
                 tool_calls=calls or None,
                 tool_call_id=answered,
@@ -113,6 +113,14 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[p.Message]:
             )
         )
     return found
+
+
+def _content(message: OllamaMessage) -> str | list[p.ContentPart]:
+    """The text, behind its images."""
+    if not message.images:
+        return message.content or ""
+    images = [p.ContentPart(type="image_url", image_url=f"data:image/png;base64,{data}") for data in message.images]
+    return [*images, p.ContentPart(type="text", text=message.content or "")]
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -231,9 +239,11 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
     if request.suffix and request.system:
         raise bad_request("a text with a suffix has no system prompt: leave one of them out", "system")
     if request.raw or request.suffix or context.model.chat_template is None:
+        if request.images:
+            raise bad_request("images need the chat template: leave raw and suffix out", "images")
         call = await _completion(context, request, tenant)
     else:
-        messages = [OllamaMessage(role="user", content=request.prompt)]
+        messages = [OllamaMessage(role="user", content=request.prompt, images=request.images)]
         if request.system:
             messages.insert(0, OllamaMessage(role="system", content=request.system))
         turn = await prepare(context, _chat(request, messages, context), tenant)

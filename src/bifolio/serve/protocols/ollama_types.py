@@ -18,10 +18,12 @@ from bifolio.serve.protocols.openai_types import (
     Strict,
     Text,
     Tool,
+    Url,
 )
 
 Whole = Annotated[int, Meta(ge=-BIG, le=BIG)]
 Setting = Annotated[float, Meta(ge=-1e9, le=1e9)] | bool
+Images = Annotated[list[Url], Meta(max_length=256)]  # base64
 KeepAlive = Annotated[float, Meta(ge=-1e9, le=1e9)] | Name
 Think = bool | Literal["low", "medium", "high", "max"]
 Form = Literal["", "json"] | Schema
@@ -80,7 +82,7 @@ class GenerateRequest(OllamaBase, kw_only=True):
     suffix: Text | None = None  # the text after the gap, for models that fill in the middle
     template: Text | None = None  # only the model's own
     context: Annotated[list[Count], Meta(max_length=1 << 17)] | None = None  # only the empty one
-    images: Annotated[list[Name], Meta(max_length=0)] | None = None
+    images: Images | None = None
 
 
 class OllamaFunction(Strict, kw_only=True):
@@ -101,7 +103,7 @@ class OllamaMessage(Strict, kw_only=True):
     tool_calls: Annotated[list[OllamaCall], Meta(max_length=128)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
-    images: Annotated[list[Name], Meta(max_length=0)] | None = None
+    images: Images | None = None
 
 
 class OllamaChatRequest(OllamaBase, kw_only=True):

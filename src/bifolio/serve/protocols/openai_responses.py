@@ -110,7 +110,7 @@ def input_messages(request: ResponsesRequest) -> list[p.Message]:
             if item.role == "assistant" and last is not None and last.role == "assistant" and not last.content:
                 last.content = _joined(item.content)  # the answer behind its reasoning
             else:
-                found.append(p.Message(role=item.role, content=_joined(item.content)))
+                found.append(p.Message(role=item.role, content=_content(item.content)))
         else:
             if not found or found[-1].role != "assistant":
                 found.append(p.Message(role="assistant", content=""))
@@ -127,6 +127,23 @@ def _join(message: p.Message, item: Item) -> None:
         raise bad_request("a function_call needs a call_id and a name", "input")
     call = p.ToolCall(id=item.call_id, function=p.FunctionCall(name=item.name, arguments=item.arguments or "{}"))
     message.tool_calls = [*(message.tool_calls or []), call]
+
+
+def _content(content: str | Sequence[ContentPart] | None) -> str | list[p.ContentPart]:
+    """Text, or its parts if images are among them."""
+    if isinstance(content, list) and any(part.image_url is not None and part.type != "input_image" for part in content):
+        raise bad_request("a part with an image_url is an image: set its type to input_image", "input")
+    if content is None or isinstance(content, str) or all(part.type != "input_image" for part in content):
+        return _joined(content)
+    found = []
+    for part in content:
+        if part.type != "input_image":
+            found.append(p.ContentPart(type="text", text=part.text + (part.refusal or "")))
+        elif part.image_url is None:
+            raise bad_request("an input_image needs its image_url, as data:image/png;base64,...", "input")
+        else:
+            found.append(p.ContentPart(type="image_url", image_url=part.image_url))
+    return found
 
 
 def _joined(content: str | Sequence[ContentPart] | None) -> str:

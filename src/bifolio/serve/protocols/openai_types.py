@@ -18,6 +18,7 @@ MAX_STOPS = 32
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 100
 MAX_TEXT_CHARS = 4 << 20  # of a prompt or message; the limit on the body is lower than several of them
+MAX_URL_CHARS = 45 << 20  # of an image as base64
 MAX_TOKENS = 1 << 20  # ids of a prompt
 BIG = 1 << 31
 
@@ -27,6 +28,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Name = Annotated[str, Meta(max_length=256)]
 Word = Annotated[str, Meta(max_length=256)]  # of `stop`, `bad_words` and `dry_sequence_breakers`
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Url = Annotated[str, Meta(max_length=MAX_URL_CHARS)]  # of an image, with its data
 Stop = Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=BIG)]], Meta(max_length=MAX_TOKENS)]
 Prompts = (
@@ -150,9 +152,17 @@ class CompletionRequest(Generation, kw_only=True):
     add_special_tokens: bool = True
 
 
-class TextPart(Strict, kw_only=True):
-    type: Literal["text"]
-    text: Text
+class ImageUrl(Strict, kw_only=True):
+    url: Url
+    detail: Literal["auto", "low", "high"] | None = None  # see IGNORED
+
+
+class ContentPart(Strict, kw_only=True):
+    """A part of a message; which fields are set depends on the type."""
+
+    type: Literal["text", "image_url"]
+    text: Text | None = None
+    image_url: ImageUrl | Url | None = None
 
 
 class FunctionCall(Strict, kw_only=True):
@@ -168,7 +178,7 @@ class ToolCall(Strict, kw_only=True):
 
 class Message(Strict, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    content: Text | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
@@ -258,6 +268,7 @@ IGNORED: Ignored = {
         "service_tier": ONE_TIER,
         "prompt_cache_key": ALL_CACHED,
     },
+    ImageUrl: {"detail": "the processor of the model decides on the size of an image"},
     Message: {"refusal": "chat templates have no place for it"},
     EmbeddingRequest: {"user": NO_ACCOUNTS},
 }

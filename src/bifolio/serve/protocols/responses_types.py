@@ -20,6 +20,7 @@ from bifolio.serve.protocols.openai_types import (
     Schema,
     Strict,
     Text,
+    Url,
 )
 
 Notes = Annotated[list[FreeJson], Meta(max_length=128)]
@@ -28,9 +29,11 @@ Notes = Annotated[list[FreeJson], Meta(max_length=128)]
 class ContentPart(Strict, kw_only=True):
     """A part of a message, or of reasoning."""
 
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    type: Literal["input_text", "input_image", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: Text = ""
     refusal: Text | None = None
+    image_url: Url | None = None
+    detail: Name | None = None  # see IGNORED, as the next two
     annotations: Notes | None = None
     logprobs: Notes | None = None
 
@@ -140,6 +143,7 @@ NO_SUMMARIES = "reasoning is returned as it is, not summarised"
 IGNORED: Ignored = {
     ContentPart: {
         "type": "all parts of a text are joined",
+        "detail": "the processor of the model decides on the size of an image",
         "annotations": "the model does not see notes on a text",
         "logprobs": "they belong to an answer",
     },

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from bifolio.serve.protocols import anthropic, branches, embeddings, llama_cpp, ollama, openai_responses, scores
+from bifolio.serve.protocols import (
+    anthropic,
+    branches,
+    embeddings,
+    llama_cpp,
+    ollama,
+    openai_responses,
+    rollouts,
+    scores,
+)
 from bifolio.serve.protocols.common import RouteRow
 
 PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
@@ -11,6 +20,7 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
     *branches.ROUTES,
+    *rollouts.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
 )

@@ -11,6 +11,7 @@ from bifolio.serve.http.errors import ErrorResponse
 from bifolio.serve.protocols import branch_types as b
 from bifolio.serve.protocols import openai_answers as r
 from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.protocols import rollout_types as t
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
 from bifolio.serve.protocols.ignored import describe
 from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
@@ -55,7 +56,27 @@ BRANCH_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/v1/branches/{id}/generate", "post", "Generate behind a branch", b.BranchGenerate, r.Completion),
     ("/v1/branches/{id}/score", "post", "Score continuations of a branch", b.BranchScore, b.ScoreList),
 )
-OPERATIONS += BRANCH_OPERATIONS
+ROLLOUT_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
+    (
+        "/inference/v1/generate",
+        "post",
+        "Rollouts by token ids, for trainers",
+        t.RolloutRequest,
+        t.Rollout,
+    ),
+    ("/pause", "post", "Let requests wait, or end them", None, t.WeightStatus),
+    ("/resume", "post", "Go on after a pause", None, t.WeightStatus),
+    ("/update_weights", "post", "Continue with the weights of a folder", t.WeightUpdate, t.WeightStatus),
+    ("/reset_prefix_cache", "post", "Forget cached prefixes", None, t.WeightStatus),
+    ("/reset_prefix_cache/", "post", "Forget cached prefixes (TRL)", None, t.WeightStatus),
+    ("/get_world_size", "get", "Processes that share the model", None, t.WorldSize),
+    ("/get_world_size/", "get", "Processes that share the model (TRL)", None, t.WorldSize),
+    ("/health/", "get", "Whether the front end is alive (TRL)", None, r.Health),
+    ("/generate/", "post", "Rollouts of several prompts (TRL)", t.TrlRequest, t.TrlRollouts),
+    ("/init_communicator/", "post", "Refused: weights come from a folder (TRL)", None, t.WeightStatus),
+    ("/update_named_param/", "post", "Refused: weights come from a folder (TRL)", None, t.WeightStatus),
+)
+OPERATIONS += BRANCH_OPERATIONS + ROLLOUT_OPERATIONS
 # Other protocols: path, method, summary, request type. Their answers are described by their own documents.
 PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/v1/messages", "post", "Answer a conversation (Anthropic)", MessagesRequest),

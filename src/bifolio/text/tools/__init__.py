@@ -11,6 +11,7 @@ from bifolio.text.tools.glm import Glm
 from bifolio.text.tools.granite import Granite
 from bifolio.text.tools.harmony import Harmony
 from bifolio.text.tools.hermes import Hermes
+from bifolio.text.tools.kimi import Kimi
 from bifolio.text.tools.llama3 import Llama3
 from bifolio.text.tools.mistral import Mistral
 from bifolio.text.tools.phi import Phi
@@ -18,7 +19,7 @@ from bifolio.text.tools.pythonic import Pythonic
 from bifolio.text.tools.qwen3_coder import Qwen3Coder
 
 FORMATS: tuple[type[ToolFormat], ...] = (  # the first whose marks are in the template
-    Harmony, Gemma, DeepSeek, Mistral, Qwen3Coder, Glm, Granite, Phi, Pythonic, Llama3, Hermes,
+    Harmony, Gemma, DeepSeek, Kimi, Mistral, Qwen3Coder, Glm, Granite, Phi, Pythonic, Llama3, Hermes,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from bifolio.model.vision.layers import pooled
 from bifolio.model.vision.processing import BILINEAR, Processor, as_rgb, resized
 from bifolio.model.vision.siglip import Siglip, SiglipSizes
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import Normalisation, Picture, Pixels, Vision
+from bifolio.model.vision.tower import PLAIN_ROWS, NewBatch, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 TYPES = ("gemma3",)
@@ -57,6 +57,10 @@ class Gemma3Tower:
     norm: Norm
     projection: Linear
 
+    @property
+    def layout(self) -> RowLayout:
+        return PLAIN_ROWS
+
     def prepared(self, kernels: KernelSet) -> Gemma3Tower:
         return replace(
             self,
@@ -65,9 +69,9 @@ class Gemma3Tower:
             projection=kernels.prepare_linear(self.projection),
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet) -> NDArray[np.float32]:
+    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> NDArray[np.float32]:
         vision, side = self.vision, self.vision.sizes.side
-        x = self.encoder.states(vision.normalisation(pixels), kernels)
+        x = self.encoder.states(vision.normalisation(pixels), kernels, new_batch)
         x = pooled(x, (side, side), side // math.isqrt(vision.tokens), kernels)
         return kernels.to_host(kernels.linear(kernels.norm(x, self.norm), self.projection))
 

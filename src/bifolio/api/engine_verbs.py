@@ -1,0 +1,85 @@
+"""The verbs of `LLM` beside generating: branches, receipts, and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+from bifolio.api.receipts import receipt_of
+from bifolio.api.shared_engine import SharedEngine, Start
+from bifolio.api.weight_update import Source, updated_model
+from bifolio.engine.branches import BranchOwner
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.weight_swap import replace_weights
+from bifolio.errors import ConfigError
+from bifolio.model.digests import model_digest, numerics
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import ModelWeights, prepare
+from bifolio.sequence import Request
+
+T = TypeVar("T")
+
+
+class EngineVerbs:
+    """A part of `LLM`."""
+
+    model: LoadedModel
+    _shared: SharedEngine
+
+    @property
+    def engine(self) -> InferenceEngine:
+        return self._shared.engine
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The name and the digest of the model, for receipts; the first call reads all weights."""
+        return {"name": self.model.path.name, "digest": model_digest(self.model, whole=True)}
+
+    @cached_property
+    def numerics(self) -> dict[str, Any]:
+        """The facts of the arithmetic, for receipts."""
+        return numerics(self.engine.model, self.engine.runner.kernels, self.engine.config)
+
+    @cached_property
+    def branches(self) -> BranchOwner:
+        """The owner of all branches of this LLM."""
+        return BranchOwner(self.engine)
+
+    def run_requests(self, starts: Sequence[Start]) -> list[Request]:
+        """Run the requests that these functions make in one batch with those of other threads."""
+        return self._shared.run(starts)
+
+    def with_engine(self, function: Callable[[], T]) -> T:
+        """Call a function while no step runs."""
+        return self._shared.locked(function)
+
+    def load_weights(self, source: Source) -> int:
+        """Continue with weights of a folder, or of (name, tensor) pairs as a trainer has them; return their version.
+
+        Calls of other threads that are under way keep their tokens and continue on the new weights.
+        """
+        model = updated_model(self.model, source)
+        return self.with_engine(lambda: self.exchange(model, prepare(model.weights, self.engine.runner.kernels)))
+
+    def exchange(self, model: LoadedModel, prepared: ModelWeights) -> int:
+        """Replace the weights between two steps; they were prepared before."""
+        version = replace_weights(self.engine, model, prepared)
+        self.model = model
+        vars(self).pop("identity", None)
+        return version
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        self.with_engine(lambda: self.engine.blocks.drop_cached())
+        return True
+
+    def collective_rpc(self, method: str) -> list[int]:
+        """vLLM's name: "reload_weights" reads the model's files again; other methods are refused."""
+        if method != "reload_weights":
+            raise ConfigError(f"collective_rpc has the method 'reload_weights', not {method!r}: call load_weights")
+        return [self.load_weights(self.model.path)]
+
+    def receipt(self, request: Request) -> dict[str, Any]:
+        """The receipt of a finished request of this engine (`api.receipts`)."""
+        return receipt_of(request, self.identity, self.numerics)

@@ -1,0 +1,34 @@
+"""Exchange the weights of an engine between two steps."""
+
+from __future__ import annotations
+
+from bifolio.engine.engine import InferenceEngine
+from bifolio.errors import ConfigError
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import ModelWeights
+
+
+def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: ModelWeights) -> int:
+    """Continue with other weights of the same network; return their version.
+
+    Running requests keep the tokens they have and continue on the new weights: everything that the old ones computed
+    is dropped, so no pass reads values of both.
+    """
+    method = None if engine.config.speculative is None else engine.config.speculative.method
+    if engine.slots.device is not None or engine.runner.peers is not None or method not in (None, "ngram"):
+        raise ConfigError("weights are replaced on the CPU, in one process and without a draft model: make a new LLM")
+    if engine.tiers is not None or model.tower is not None:
+        kind = "a model that reads images" if model.tower is not None else "tiers, which hold blocks of the old weights"
+        raise ConfigError(f"weights are not replaced with {kind}: make a new LLM")
+    engine.take_back()
+    while engine.batcher.drop_kept():
+        pass
+    engine.blocks.drop_cached()
+    engine.runner.weights = prepared
+    engine.runner.programs.clear()
+    engine.model = model
+    engine.weight_version += 1
+    for request in engine.requests.values():
+        request.metrics.weight_version = engine.weight_version
+        request.metrics.num_weight_changes += 1
+    return engine.weight_version

@@ -1,0 +1,68 @@
+"""The rows that a pass reads in place of embeddings: `Batch.given`, [t, columns].
+
+|<- d: in place of the embedding ->|<- d for each of `num_deep` layers: added behind them ->|<- cosine ->|<- sine ->|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation
+
+
+class RowLayout(NamedTuple):
+    """How a text network takes the rows of a tower."""
+
+    num_deep: int = 0  # layers of the network, from the first on, behind which further columns are added
+    sections: tuple[int, ...] = ()  # frequencies of rope that time, row and column rotate; empty: one position each
+
+    def axes(self, half: int) -> NDArray[np.int64]:
+        """i64[half]: the position that rotates each frequency: 0 time, 1 row, 2 column."""
+        found = np.zeros(half, np.int64)
+        for axis in (1, 2):
+            found[axis : self.sections[axis] * 3 : 3] = axis
+        return found
+
+
+PLAIN_ROWS = RowLayout()
+
+
+class GivenRows(NamedTuple):
+    """The parts of `Batch.given`."""
+
+    x: Array  # [t, d]
+    deep: tuple[Array, ...]  # [t, d] each
+    rotation: Rotation | None  # in place of that by position
+
+
+def given_rows(layout: RowLayout, size: int, half: int, batch: Batch, kernels: KernelSet) -> GivenRows:
+    """The parts of a batch's rows, `size` columns each; `half`: frequencies of rope."""
+    deep_end = size * (1 + layout.num_deep)
+    width = deep_end + (2 * half if layout.sections else 0)
+    rows = kernels.given(batch, width)
+    if width == size:
+        return GivenRows(rows, (), None)
+
+    def columns(start: int, stop: int) -> Array:
+        return kernels.join_columns([(rows, start, stop)])
+
+    deep = tuple(columns(start, start + size) for start in range(size, deep_end, size))
+    rotation = None
+    if layout.sections:
+        rotation = Rotation(columns(deep_end, deep_end + half), columns(deep_end + half, width))
+    return GivenRows(columns(0, size), deep, rotation)
+
+
+def joint_rotation(
+    layout: RowLayout,
+    positions: NDArray[np.int32],
+    rotation: Callable[[NDArray[np.int32]], tuple[np.ndarray, np.ndarray]],
+) -> list[np.ndarray]:
+    """Cosine and sine f32[t, half] of tokens with three positions, i32[3, t], by the kernels' own rotation."""
+    each = [rotation(own) for own in positions]
+    axes = layout.axes(each[0][0].shape[1])
+    return [np.choose(axes, [parts[number] for parts in each]) for number in range(2)]

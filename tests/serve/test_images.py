@@ -1,0 +1,133 @@
+"""Images over HTTP: every protocol gives the model the same prompt, and text models refuse with one sentence."""
+
+from __future__ import annotations
+
+import base64
+import io
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import RunningServer, running_server
+
+from bifolio import LLM, SamplingParams
+from vision.vision_models import gemma3_model, picture
+
+SENTENCE = "this model reads text only: remove the image"
+LENGTH = 5
+
+
+def encoded(image: Any, kind: str = "PNG") -> str:
+    data = io.BytesIO()
+    image.save(data, kind)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}]}
+
+
+def requests_of(data: str, text: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """(Path, body) of the same question about an image in every protocol."""
+    url = f"data:image/png;base64,{data}"
+    chat = user({"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text})
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    item = {"type": "message", **user({"type": "input_image", "image_url": url, "detail": "auto"},
+                                      {"type": "input_text", "text": text})["messages"][0]}  # fmt: skip
+    ollama = {"model": "tiny", "stream": False, "options": {"temperature": 0, "num_predict": LENGTH}}
+    return {
+        "chat": ("/v1/chat/completions", {**chat, "temperature": 0, "max_tokens": LENGTH}),
+        "responses": ("/v1/responses", {"input": [item], "temperature": 0, "max_output_tokens": LENGTH}),
+        "anthropic": ("/v1/messages", {**user({"type": "image", "source": source}, {"type": "text", "text": text}),
+                                       "model": "tiny", "temperature": 0, "max_tokens": LENGTH}),
+        "ollama chat": ("/api/chat", {**ollama, "messages": [{"role": "user", "content": text, "images": [data]}]}),
+        "ollama generate": ("/api/generate", {**ollama, "prompt": text, "images": [data]}),
+        "llama.cpp": ("/completion", {"prompt": {"prompt_string": f"<user><__media__>{text};<assistant>",
+                                                 "multimodal_data": [data]}, "n_predict": LENGTH, "temperature": 0}),
+    }  # fmt: skip
+
+
+def answer_of(name: str, body: dict[str, Any]) -> str:
+    """The text of an answer."""
+    if name == "chat":
+        return str(body["choices"][0]["message"]["content"])
+    if name == "responses":
+        return "".join(part["text"] for item in body["output"] for part in item.get("content", []))
+    if name == "anthropic":
+        return "".join(block["text"] for block in body["content"])
+    if name == "llama.cpp":
+        return str(body["content"])
+    return str(body["message"]["content"] if name == "ollama chat" else body["response"])
+
+
+def said_by(body: dict[str, Any]) -> str:
+    """The message of an error in any protocol."""
+    error = body["error"]
+    return str(error if isinstance(error, str) else error["message"])
+
+
+@pytest.mark.full
+def test_a_text_model_refuses_images_in_every_protocol(server: RunningServer) -> None:
+    with server.http() as client:
+        for name, (path, body) in requests_of(encoded(picture(8, 8)), "What is it?").items():
+            reply = client.post(path, json=body)
+            assert reply.status_code == 400, (name, reply.text)
+            assert said_by(reply.json()).endswith(SENTENCE), (name, reply.text)
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[RunningServer]:
+    engine = {"model": str(gemma3_model().folder), "kernels": "native", "max_model_len": 256, "num_blocks": 200}
+    with running_server(engine=engine) as running:
+        yield running
+
+
+@pytest.mark.full
+def test_every_protocol_gives_the_answer_of_the_library(seeing: RunningServer) -> None:
+    image, text = picture(70, 30, 4), "What is it?"
+    content = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+    with LLM(gemma3_model().folder, max_model_len=256, num_blocks=100) as llm:
+        params = SamplingParams(temperature=0, max_tokens=LENGTH)
+        (output,) = llm.chat([{"role": "user", "content": content}], params)
+    expected, length = output.outputs[0].text, len(output.prompt_token_ids)
+    with seeing.http() as client:
+        for name, (path, body) in requests_of(encoded(image), text).items():
+            reply = client.post(path, json=body)
+            assert reply.status_code == 200, (name, reply.text)
+            assert answer_of(name, reply.json()).strip() == expected.strip(), name
+            if name == "chat":
+                assert reply.json()["usage"]["prompt_tokens"] == length
+    seeing.wait_idle()
+
+
+@pytest.mark.full
+def test_bad_images_get_named_errors(seeing: RunningServer) -> None:
+    import PIL.Image
+
+    png = base64.b64decode(encoded(picture(30, 30)))
+    huge = bytearray(png)
+    huge[16:24] = (50_000).to_bytes(4, "big") * 2  # the size in the header, and its checksum
+    huge[29:33] = zlib.crc32(huge[12:29]).to_bytes(4, "big")
+    svg = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode()
+    tiff = encoded(PIL.Image.new("RGB", (4, 4)), "TIFF")
+    cases = {
+        "truncated": (base64.b64encode(png[: len(png) // 2]).decode(), "the image is damaged"),
+        "a bomb": (base64.b64encode(bytes(huge)).decode(), "50000 x 50000 pixels|is too large"),
+        "SVG": (svg, "none of PNG, JPEG, WEBP, GIF"),
+        "TIFF": (tiff, "none of PNG, JPEG, WEBP, GIF"),
+        "no base64": ("!!!!", "is not base64"),
+    }
+    with seeing.http() as client:
+        for name, (data, said) in cases.items():
+            path, body = requests_of(data, "x")["chat"]
+            reply = client.post(path, json=body)
+            assert reply.status_code == 400, (name, reply.text)
+            assert any(part in said_by(reply.json()) for part in said.split("|")), (name, reply.text)
+        for url in ("http://127.0.0.1:1/cat.png", "file:///etc/passwd", "data:text/html;base64,AAAA"):
+            reply = client.post("/v1/chat/completions", json=user({"type": "image_url", "image_url": url}))
+            assert reply.status_code == 400
+            assert "pass the image itself" in said_by(reply.json())
+        mark = user({"type": "text", "text": "<start_of_image>"})  # spelled by a client: no place for an image
+        assert client.post("/v1/chat/completions", json={**mark, "max_tokens": 1}).status_code == 200
+    seeing.wait_idle()
