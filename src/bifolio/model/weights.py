@@ -178,6 +178,7 @@ class ModelWeights:
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
+    embedding_norm: Norm | None = None
     type_embedding: QuantizedTensor | Array | None = None  # [types, d]
     pooler: PoolerWeights | None = None  # from hidden states to vectors or scores; None: as `PoolingConfig` says alone
     image_rows: RowLayout = PLAIN_ROWS  # how a pass takes rows in place of embeddings
