@@ -14,6 +14,7 @@ import numpy as np
 
 from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
+from bifolio.kernels.distances import bias_columns, both_ways_mask
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.host_math import erf, mix_sparsely
 from bifolio.kernels.interface import (
@@ -370,7 +371,7 @@ def causal_attention(
         steps = xp.asarray(falls.astype(np.float32))
         scores = scores + xp.reshape(slopes, (kv_heads, heads // kv_heads, 1, 1)) * steps
     if bias is not None:
-        biases = bias[:, _beside(query, _bias_columns(num_queries, length, bias.shape[-1]))]
+        biases = bias[:, _beside(query, bias_columns(num_queries, length, bias.shape[-1]))]
         scores = scores + xp.reshape(biases, (kv_heads, heads // kv_heads, num_queries, length))
     if bidirectional:
         mask = both_ways_mask(num_queries, length, window)
@@ -398,18 +399,6 @@ def causal_mask(
     if window is not None and in_chunks:
         return visible & (keys >= positions - positions % window)
     return visible if window is None else visible & (distance < window)
-
-
-def both_ways_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
-    """bool[num_queries, length]: True where a query of a bidirectional network attends to a key."""
-    distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
-    return np.asarray(np.abs(distance) < (length if window is None else window))
-
-
-def _bias_columns(num_queries: int, length: int, columns: int) -> np.ndarray:
-    """i64[num_queries, length]: the column of the distance of each key from each query."""
-    distance = np.arange(length)[None, :] - np.arange(length - num_queries, length)[:, None]
-    return np.asarray(np.clip(distance + columns // 2, 0, columns - 1))
 
 
 def _beside(x: Array, array: np.ndarray) -> Array:

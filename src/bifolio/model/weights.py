@@ -179,8 +179,8 @@ class ModelWeights:
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
     image_rows: RowLayout = PLAIN_ROWS  # how a pass takes rows in place of embeddings
-    type_embedding: QuantizedTensor | Array | None = None  # [types, d]
     embedding_norm: Norm | None = None
+    type_embedding: QuantizedTensor | Array | None = None  # [types, d]
     pooler: PoolerWeights | None = None  # from hidden states to vectors or scores; None: as `PoolingConfig` says alone
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
