@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Adapter, AdapterUse, Experts, Linear, LowRank
-from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.select import select_kernels
 from bifolio.model import transformer
 from bifolio.model.adapters.layout import TracedTensor, traced_layers
 from bifolio.model.adapters.peft_folder import CONFIG, WEIGHTS
@@ -160,7 +160,7 @@ def train_lora(settings: LoraSettings, progress: Progress | None = None) -> Head
 def _optimise(run: LoraRun, texts: np.ndarray, progress: Progress) -> list[float]:
     """The loss of each step."""
     settings, losses, rng = run.settings, list[float](), np.random.default_rng(run.settings.seed)
-    kernels = TorchKernels("cpu", "f32")
+    kernels = select_kernels("cpu", name="torch", dtype="f32")
     weights = with_sites(prepare(run.target.weights, kernels))
     optimizer = torch.optim.AdamW(run.parameters(), settings.learning_rate, (0.9, 0.95), weight_decay=0.01)
     began, limit = time.monotonic(), 60 * settings.max_minutes
