@@ -128,10 +128,11 @@ def values_at_limits(struct: Any) -> Iterator[tuple[str, Fields]]:
                 for below, fields in values_at_limits(inner):
                     yield f"{name}.{below}", lambda f=fields, s=inner, n=name: {n: {**smallest(s), **f()}}
             elif any(isinstance(item, inspect.StructType) for item in items):
-                (struct_type,) = items
-                yield name, lambda t=inner, n=name: {n: _full_list(t, t.item_type)}
-                for below, fields in values_at_limits(struct_type):
-                    yield f"{name}[].{below}", lambda f=fields, s=struct_type, n=name: {n: [{**smallest(s), **f()}]}
+                for item in items:
+                    yield name, lambda t=inner, i=item, n=name: {n: _full_list(t, i)}
+                for item in (item for item in items if isinstance(item, inspect.StructType)):
+                    for below, fields in values_at_limits(item):
+                        yield f"{name}[].{below}", lambda f=fields, s=item, n=name: {n: [{**smallest(s), **f()}]}
             else:
                 for make in limits(part):
                     yield name, lambda m=make, n=name: {n: m()}
