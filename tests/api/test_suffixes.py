@@ -65,7 +65,7 @@ def test_a_model_without_marks_says_so() -> None:
 def test_keys_of_a_prompt_are_checked(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"no 'sufix'.*suffix"):
         llm.generate({"prompt": "Once", "sufix": "x"}, GREEDY)
-    with pytest.raises(RequestError, match="no 'multi_modal_data': it has prompt, prompt_token_ids, suffix"):
-        llm.generate({"prompt": "Once", "multi_modal_data": {"image": 1}}, GREEDY)
+    with pytest.raises(RequestError, match="no 'negative_prompt': it has prompt, prompt_token_ids, suffix"):
+        llm.generate({"prompt": "Once", "negative_prompt": "Twice"}, GREEDY)
     with pytest.raises(RequestError, match="suffix of a prompt is text, not 5"):
         llm.generate({"prompt": "Once", "suffix": 5}, GREEDY)

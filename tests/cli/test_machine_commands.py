@@ -27,6 +27,7 @@ NO_JSON = {
     "cluster deploy",
     "cluster delete",
     "completion",
+    "embed",
     "run",
     "soak",
 }  # a server logs JSON; a script and a conversation are no data; soak prints JSON

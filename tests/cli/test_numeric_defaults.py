@@ -32,7 +32,7 @@ OWN_SETTINGS = {
     "imatrix": {"kv_dtype", "activations", *DEVICE_OPTIONS},  # watches the CPU's operations one by one
     "quantize": {"kv_dtype", *DEVICE_OPTIONS},  # converts; scores a text on the CPU on request
 }
-NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "rm", "doctor", "completion", "bench serve",
+NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "rm", "merge", "ps", "doctor", "completion", "bench serve",
                  "cluster status", "cluster delete", "gguf split", "gguf merge", "gguf edit"}  # fmt: skip
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTION = "Once upon a time a little fox"

@@ -49,7 +49,7 @@ def test_a_token_sees_tokens_up_to_its_own_position(subject: Subject, chunk_size
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_a_mask_off_by_one_breaks_the_first_law(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
-    def broken(num_queries: int, length: int, window: int | None) -> np.ndarray:
+    def broken(num_queries: int, length: int, *rest: object) -> np.ndarray:
         mask = np.tri(num_queries, length, length - num_queries + shift, dtype=bool)
         mask[:, 0] = True
         return mask

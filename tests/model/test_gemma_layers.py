@@ -239,7 +239,7 @@ def test_what_the_network_cannot_run_is_refused() -> None:
         ({"kv_source": (*(None,) * 11, 0)}, "layer 11 cannot read the keys and values of layer 0"),
         ({"kv_heads": (3,) * 12}, "32 query heads cannot share"),
         ({"mlp_size": (0,) * 12}, "intermediate_size must be between 1 and"),
-        ({"attention": (False,) * 12}, "without any attention layer"),
+        ({"attention": (False,) * 12}, "without any attention or recurrent layer"),
         ({"recurrent": (True,) * 12}, "no recurrent layer, or the reverse"),
     ],
 )

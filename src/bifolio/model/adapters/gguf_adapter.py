@@ -46,10 +46,10 @@ def _checked_alpha(file: GgufFile, path: Path, architectures: tuple[str, ...]) -
         raise ModelFileError(f"{path} is a GGUF file of type {kind!r}, {form!r}: an adapter has 'adapter', 'lora'")
     if data.get("adapter.alora.invocation_tokens") is not None:
         raise UnsupportedModelError(f"{path}: activated LoRA, which begins at certain tokens, is not supported")
-    architecture = data.get("general.architecture")
-    if architecture not in architectures:
+    base = data.get("general.architecture")
+    if base not in architectures:
         raise ModelFileError(
-            f"{path} changes a {architecture!r} model and the base is one of {', '.join(map(repr, architectures))}: "
+            f"{path} changes a {base!r} model and the base is one of {', '.join(map(repr, architectures))}: "
             "use the adapter's own base"
         )
     alpha = data.get("adapter.lora.alpha", 0.0)
