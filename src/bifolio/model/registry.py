@@ -170,8 +170,9 @@ def header(path: Path) -> tuple[str, int, str]:
         from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
 
         raw = read_json(path / "config.json")
+        tensors = folder_tensors(path, raw)
         config = config_from_hf(raw, path / "config.json")
-        sizes = [(tensor.format, tensor.nbytes) for tensor in folder_tensors(path, raw).stored()]
+        sizes = [(tensor.format, tensor.nbytes) for tensor in tensors.stored()]
     else:
         from bifolio.model.gguf.loader import config_from_gguf
         from bifolio.model.gguf.split import open_whole_gguf

@@ -38,6 +38,7 @@ def load_folder(folder: Path) -> LoadedModel:
 def open_folder(folder: Path) -> ModelFile:
     """Read the JSON files, check the headers of the weights and map them."""
     raw = read_json(folder / "config.json")
+    _map_of(JsonObject(raw, folder / "config.json"))  # weights of an unknown kind are refused first
     config = config_from_hf(raw, folder / "config.json")
     tensors = folder_tensors(folder, raw)
     config = without_language_head(config, raw)

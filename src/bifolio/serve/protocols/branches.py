@@ -57,7 +57,7 @@ class ScoreCall:
 
 async def open_branch(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request, tenant = decode(await read_body(scope, receive, context.limits), t.BranchOpen), tenant_of(scope)
-    context.check_model(request.model)
+    context.check_base(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("a branch begins with a prompt or with messages: pass one of them", "prompt")
     if request.messages is not None:

@@ -88,7 +88,7 @@ def shown(raw: bytes, encoding: str) -> list[float] | str:
 
 async def embeddings(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), p.EmbeddingRequest)
-    context.check_model(request.model)
+    context.check_base(request.model)
     inputs = await encoded(context, request.input, request.truncate_prompt_tokens, request.prompt_name)
     raw = await pooled(context, inputs, Pooling("embed", request.dimensions, request.normalize), scope, receive)
     data = [r.EmbeddingItem(index, shown(each, request.encoding_format)) for index, each in enumerate(raw)]

@@ -302,7 +302,7 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
 async def embed_one(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     """The older form, of one text."""
     request = decode(await read_body(scope, receive, context.limits), OldEmbedRequest)
-    context.check_model(request.model.removesuffix(":latest"))
+    context.check_base(request.model.removesuffix(":latest"))
     raw = await pooled(context, await encoded(context, request.prompt, -1, name="prompt"), Pooling(), scope, receive)
     await send_json(send, {"embedding": shown(raw[0], "float")})
 

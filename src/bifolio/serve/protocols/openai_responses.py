@@ -120,7 +120,8 @@ def input_messages(request: ResponsesRequest) -> list[p.Message]:
 
 def _join(message: p.Message, item: Item) -> None:
     if item.type == "reasoning":
-        text = _joined(item.content) or _joined(item.summary)
+        summary = _joined(item.summary)
+        text = _joined(item.content) or summary
         message.reasoning_content = (message.reasoning_content or "") + text
         return
     if item.call_id is None or item.name is None:
@@ -149,6 +150,8 @@ def _content(content: str | Sequence[ContentPart] | None) -> str | list[p.Conten
 def _joined(content: str | Sequence[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    if any(part.image_url is not None for part in content):
+        raise bad_request("an image_url is read in messages of the user alone: remove it from the other items", "input")
     return "".join(part.text + (part.refusal or "") for part in content)
 
 

@@ -79,7 +79,7 @@ async def encoded_pairs(
 
 async def rerank(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.RerankRequest)
-    context.check_model(request.model)
+    context.check_base(request.model)
     if (request.documents is None) == (request.texts is None):
         raise bad_request("/rerank needs documents, or texts in the form of TEI: pass one of them", "documents")
     given = request.texts or request.documents or []
@@ -124,7 +124,7 @@ async def _cut(context: ServerContext, documents: Sequence[str], most: int) -> l
 
 async def score(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.ScoreRequest)
-    context.check_model(request.model)
+    context.check_base(request.model)
     pairs = paired(request.text_1, request.text_2)
     truncate, activate = request.truncate_prompt_tokens, request.use_activation
     scores, count = await score_pairs(context, pairs, truncate, activate, scope, receive)
@@ -134,7 +134,7 @@ async def score(context: ServerContext, scope: Scope, receive: Receive, send: Se
 
 async def classify(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.ClassifyRequest)
-    context.check_model(request.model)
+    context.check_base(request.model)
     head = _head(context)
     texts = await encoded(context, request.input, request.truncate_prompt_tokens)
     raw = await pooled(context, texts, Pooling("classify", use_activation=request.use_activation), scope, receive)
@@ -148,7 +148,7 @@ async def classify(context: ServerContext, scope: Scope, receive: Receive, send:
 
 async def pooling(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.PoolingRequest)
-    context.check_model(request.model)
+    context.check_base(request.model)
     texts = await encoded(context, request.input, request.truncate_prompt_tokens)
     wanted = Pooling(request.task, request.dimensions, request.use_activation)
     raw = await pooled(context, texts, wanted, scope, receive)
