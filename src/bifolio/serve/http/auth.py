@@ -167,14 +167,14 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         is_admin = scope["path"] in ADMIN_PATHS
-        if is_admin and not self._admin_keys:
-            error = ApiError(403, "this path changes the server: start it with --admin-key-file", "admin_key_needed")
-            await send_error(send, error, scope["path"])
-            return
-        keys = self._admin_keys if is_admin else self._keys
+        keys = self._admin_keys if is_admin and self._admin_keys else self._keys
         tenant = keys.tenant_of(scope["path"].encode(), scope["headers"])
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
             error = ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key")
+            await send_error(send, error, scope["path"])
+            return
+        if is_admin and not self._admin_keys:
+            error = ApiError(403, "this path changes the server: start it with --admin-key-file", "admin_key_needed")
             await send_error(send, error, scope["path"])
             return
         if tenant is None or not tenant.has_key:

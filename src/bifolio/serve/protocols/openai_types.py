@@ -229,8 +229,8 @@ class EmbeddingRequest(Strict, kw_only=True):
     input: Prompts
     model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Meta(ge=1)] | None = None  # the first ones of the model's
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # beyond OpenAI: -1 as many as the model takes
+    dimensions: Annotated[int, Meta(ge=1, le=BIG)] | None = None  # the first ones of the model's
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=BIG)] | None = None  # beyond OpenAI; -1: to the context
     normalize: bool | None = None  # beyond OpenAI: vectors have a length of 1
     prompt_name: Name | None = None  # beyond OpenAI: of a prompt in the model's files that is put before each text
     user: Name | None = None

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from bifolio.serve.protocols.openai_types import Ignored, Name, Prompts, Strict, Text
+from bifolio.serve.protocols.openai_types import BIG, Ignored, Name, Prompts, Strict, Text
 
 Texts = Annotated[list[Text], Meta(min_length=1, max_length=4096)]
-Truncation = Annotated[int, Meta(ge=-1)]
-Top = Annotated[int, Meta(ge=1)]
+Truncation = Annotated[int, Meta(ge=-1, le=BIG)]
+Top = Annotated[int, Meta(ge=1, le=BIG)]
 
 
 class RerankDocument(Strict, kw_only=True):
