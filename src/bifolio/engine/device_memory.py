@@ -21,6 +21,7 @@ from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.memory import show_bytes, weight_bytes
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import DeviceMemory, KernelSet
+from bifolio.model.adapters.sites import with_sites
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad, prepare
 from bifolio.sampling.sampler import Sampler, SamplingTable
@@ -35,7 +36,7 @@ def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lam
     """The model with its weights on the kernels' device; ConfigError when they do not fit."""
     digest = model.later_digest()
     try:
-        weights = prepare(model.weights, kernels, on_load)
+        weights = with_sites(prepare(model.weights, kernels, on_load))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

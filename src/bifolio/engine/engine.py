@@ -189,7 +189,7 @@ class InferenceEngine(KeptConversations):
             if speculator is not None:
                 speculator.launched(drawn, launched.states)
         vectors = None if pooled.is_empty else PooledPass.launch(pooled, self.runner, self.slots)
-        self._counters.count(plan, is_plain=plan.is_uniform or speculator is None)
+        self._count(plan)
         self.slots.launched(drawn, launched.undrawn is not None)
         return self.postprocess.launched(plan, readout, launched, started, vectors)
 
@@ -350,3 +350,11 @@ class InferenceEngine(KeptConversations):
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
         return results
+
+    def _count(self, plan: StepPlan) -> None:
+        counters = self._counters
+        counters.num_steps += 1
+        is_plain = plan.is_uniform or self.speculator is None
+        counters.num_decode_tokens += len(plan.decodes) if is_plain else sum(item.num_new for item in plan.decodes)
+        counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
+        counters.num_preemptions += len(plan.preempted)

@@ -9,7 +9,6 @@ from bifolio.cache.sharing import ShareStats
 from bifolio.cache.states import StateStats
 from bifolio.engine.tiers.tiers import TierStats
 from bifolio.schedule.batcher import ContinuousBatcher
-from bifolio.schedule.plan import StepPlan
 
 
 @dataclass(slots=True)
@@ -30,13 +29,6 @@ class EngineStats:
     states: StateStats = field(default_factory=StateStats)
     tiers: TierStats = field(default_factory=TierStats)
     sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
-
-    def count(self, plan: StepPlan, is_plain: bool) -> None:
-        """Count a launched step; `is_plain`: each of its decodes is one token."""
-        self.num_steps += 1
-        self.num_decode_tokens += len(plan.decodes) if is_plain else sum(item.num_new for item in plan.decodes)
-        self.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
-        self.num_preemptions += len(plan.preempted)
 
     def read_state(self, batcher: ContinuousBatcher, blocks: KVCacheBlockManager, num_parked: int) -> None:
         """Read the present state; `num_parked`: requests that wait for the end of a recovery."""

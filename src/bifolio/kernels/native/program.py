@@ -80,7 +80,7 @@ class NativeProgram:
             self._bound[2],
             *((None, None, None) if use is None else use.arrays()),
             profile,
-            **native_adapters(batch.adapters),
+            **({} if batch.adapters is None else native_adapters(batch.adapters)),
         )
         return result, seconds
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bifolio.kernels.interface import Experts, Linear
+from bifolio.kernels.interface import NO_SITE, Experts, Linear
 from bifolio.model.weights import LayerWeights, ModelWeights
 
 EXPERTS = "experts"
@@ -63,7 +63,9 @@ def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: 
 
 
 def with_sites(weights: ModelWeights) -> ModelWeights:
-    """The weights with the number of each product that adapters can change."""
+    """The weights with the number of each product that adapters can change; those that have them stay as they are."""
+    if any(linear.site != NO_SITE for layer in weights.layers for linear in (layer.qkv, layer.output, layer.down)):
+        return weights
     layers = tuple(
         changed_products(
             layer,
