@@ -141,7 +141,7 @@ def _content(content: str | Sequence[ContentPart] | None) -> str | list[p.Conten
         if part.type != "input_image":
             found.append(p.ContentPart(type="text", text=part.text + (part.refusal or "")))
         elif part.image_url is None:
-            raise bad_request("an input_image needs its image_url, as data:image/png;base64,...", "input")
+            raise bad_request("a part of type input_image needs its image_url, as data:image/png;base64,...", "input")
         else:
             found.append(p.ContentPart(type="image_url", image_url=part.image_url))
     return found
@@ -150,8 +150,9 @@ def _content(content: str | Sequence[ContentPart] | None) -> str | list[p.Conten
 def _joined(content: str | Sequence[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if any(part.image_url is not None for part in content):
-        raise bad_request("an image_url is read in messages of the user alone: remove it from the other items", "input")
+    if any(part.type == "input_image" or part.image_url is not None for part in content):
+        message = "parts of type input_image, with an image_url, belong to messages of the user: remove the others"
+        raise bad_request(message, "input")
     return "".join(part.text + (part.refusal or "") for part in content)
 
 

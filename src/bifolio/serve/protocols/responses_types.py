@@ -142,7 +142,6 @@ STORED = "the model does not see it; the stored input has it"
 NO_SUMMARIES = "reasoning is returned as it is, not summarised"
 IGNORED: Ignored = {
     ContentPart: {
-        "type": "all parts of a text are joined",
         "detail": "the processor of the model decides on the size of an image",
         "annotations": "the model does not see notes on a text",
         "logprobs": "they belong to an answer",
