@@ -66,3 +66,9 @@ def test_inputs_that_cannot_work_are_refused(texts: str) -> None:
     assert (named.exit_code, "name a .npy file" in named.stderr) == (2, True)
     with pytest.raises(BifolioError, match="dimensions is 5000: the vectors of this model have"):
         run("embed", texts, "-m", folder(), "--dimensions", "5000")
+
+
+def test_inspect_says_that_attention_has_both_directions() -> None:
+    shown = run("inspect", folder()).stdout
+    assert "in both directions" in shown
+    assert "of others" not in shown

@@ -273,8 +273,8 @@ def attention_line(config: ModelConfig) -> str:
         kinds = sorted({(config.head_size(layer), config.kv_heads(layer)) for layer in config.attention_layers})
         heads = " or ".join(f"{config.num_heads} heads of {size}, {count} for keys and values" for size, count in kinds)
         shared = len(config.attention_layers) - len(config.cached_layers)
-        reused = f"; {shared} layers read the keys and values of others" if shared else ""
-        return f"{heads}{reused}{sinks}"
+        reused = f"; {shared} layers read the keys and values of others" if shared and not config.bidirectional else ""
+        return f"{heads}{reused}{', in both directions' if config.bidirectional else ''}{sinks}"
     size = config.mla.nope_size + config.mla.rope_size
     cached = f"{config.mla.latent_size} + {config.mla.rope_size}"
     return f"{config.num_heads} heads of {size} over one cached latent of {cached}{sinks}"
