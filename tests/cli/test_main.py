@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -56,11 +57,11 @@ def test_another_name_of_a_verb_works_and_is_listed_with_it() -> None:
 def test_help_is_short_and_help_all_is_complete(verb: str, common: str, advanced: str) -> None:
     app = build_app([verb])
     short, complete = (CliRunner().invoke(app, [verb, flag]).stdout for flag in ("--help", "--help-all"))
-    assert f" {common} " in short
+    assert re.search(rf" {common}[ ,]", short)  # "--name, -n" or "--name NAME, -n NAME", by the version of Python
     assert "--help-all" in short
     assert advanced not in short
-    assert f" {common} " in complete
-    assert f" {advanced} " in complete
+    assert re.search(rf" {common}[ ,]", complete)
+    assert re.search(rf" {advanced}[ ,]", complete)
     assert len(short.splitlines()) < 0.85 * len(complete.splitlines())
 
 

@@ -20,6 +20,7 @@ from family_rows import row_model, save_row
 from shared_expert_checks import (
     ALIKE,
     DIFFERENT,
+    NO_TOKENS,
     NORM,
     TOKENS,
     check_alone,
@@ -154,6 +155,7 @@ def test_a_layer_of_experts_is_a_few_launches_and_none_of_torch(tokens: int, cou
     residual = torch.from_numpy(inputs(tokens))
     with counted_launches() as launches, Computed() as computed:
         normed = kernels.norm(residual, norm)
-        kernels.add(residual, feed_forward(prepared, normed, config.activation, config.gated_mlp, kernels, residual))
+        kinds = config.activation, config.gated_mlp
+        kernels.add(residual, feed_forward(prepared, normed, *kinds, NO_TOKENS, kernels, residual))
     assert computed.names == []
     assert len(launches) == count

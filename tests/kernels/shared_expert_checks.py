@@ -11,7 +11,7 @@ import torch
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.config.layers import MoeConfig
-from bifolio.kernels.interface import KernelSet, Linear, Norm, Router
+from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm, Router
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model.tensor_names import HF_LLAMA, assemble
@@ -84,12 +84,15 @@ def _encoded(linears: tuple[Linear, ...], format: str) -> tuple[Linear, ...]:
     )
 
 
+NO_TOKENS = Batch(np.zeros(0, np.int32), np.zeros(0, np.int32), None, (), None)  # an MLP reads its adapters alone
+
+
 def mixed(kernels: KernelSet, config: ModelConfig, layer: LayerWeights, x: np.ndarray) -> np.ndarray:
     """x + the experts of its norm; the layer is prepared."""
     own: Any = kernels
     residual = own.from_host(x)
     normed = own.norm(residual, own.prepare_norm(NORM))
-    out = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, residual)
+    out = feed_forward(layer, normed, config.activation, config.gated_mlp, NO_TOKENS, kernels, residual)
     return np.asarray(own.to_host(own.add(residual, out)))
 
 
