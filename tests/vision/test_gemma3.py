@@ -11,6 +11,8 @@ from vision_models import VisionModel, gemma3_model, picture
 from bifolio import LLM, SamplingParams
 from bifolio.errors import RequestError
 
+pytestmark = pytest.mark.full  # they compare with transformers and its processors
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=4)
 SIZES = {"num_blocks": 80, "block_size": 4, "max_model_len": 200}
 PROMPTS = {

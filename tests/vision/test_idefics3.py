@@ -11,6 +11,8 @@ from bifolio import LLM
 from bifolio.model.loader import open_text_model
 from bifolio.model.vision.families.idefics3 import buckets
 
+pytestmark = pytest.mark.full  # they compare with transformers and its processors
+
 LARGE = {**SIZES, "num_blocks": 400, "max_model_len": 900}
 
 

@@ -19,6 +19,8 @@ from bifolio.config import SpeculativeConfig
 from bifolio.errors import RequestError
 from bifolio.prompts import PromptTokens
 
+pytestmark = pytest.mark.full  # they compare with transformers and its processors
+
 MODELS = {"gemma3": gemma3_model, "qwen3_vl": qwen3_vl_model}
 SIZES = {"block_size": 4, "max_model_len": 160, "max_num_seqs": 5}
 TEXTS = ("", "one", "one two three four five")

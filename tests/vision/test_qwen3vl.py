@@ -15,6 +15,8 @@ from bifolio import LLM
 from bifolio.images import PromptImage, rope_positions, shift_at
 from bifolio.model.loader import open_text_model
 
+pytestmark = pytest.mark.full  # they compare with transformers and its processors
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(("make", "kernels", "chunk_size"), [
