@@ -79,7 +79,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     weight_version: int = 0  # of the weights that computed the last token
-    num_weight_changes: int = 0  # while the request was under way
+    num_weight_changes: int = 0  # while the request was in flight
 
     @property
     def queue_time(self) -> float:

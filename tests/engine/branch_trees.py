@@ -29,7 +29,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Pending:
-    """An operation under way: its branch, its request, and the comparison of its result."""
+    """An operation in flight: its branch, its request, and the comparison of its result."""
 
     branch: BranchState
     request: Request

@@ -138,7 +138,7 @@ class EngineClient(Protocol):
         ...
 
     def fail_all(self, error: Exception) -> None:
-        """End every request that is under way with this error."""
+        """End every request that is in flight with this error."""
         ...
 
     async def close(self) -> None:

@@ -57,7 +57,7 @@ class EngineVerbs:
     def load_weights(self, source: Source) -> int:
         """Continue with weights of a folder, or of (name, tensor) pairs as a trainer has them; return their version.
 
-        Calls of other threads that are under way keep their tokens and continue on the new weights.
+        Calls of other threads that are in flight keep their tokens and continue on the new weights.
         """
         model = updated_model(self.model, source)
         return self.with_engine(lambda: self.exchange(model, prepare(model.weights, self.engine.runner.kernels)))

@@ -28,7 +28,7 @@ def rerank(
     file: Annotated[str, commands.argument(help="A file with a text on each line, a .jsonl file, or -.")],
     model: options.Model = None,
     top_n: Annotated[
-        int | None, commands.option("--top-n", min=1, help="Print only so many of the best texts.")
+        int | None, commands.option("--top-n", min=1, help="Number of texts to print, the best first.")
     ] = None,
     truncate: Annotated[
         bool, commands.option("--truncate", help="Cut texts that are too long, which are refused otherwise.")

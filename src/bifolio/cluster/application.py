@@ -45,9 +45,9 @@ class ClusterSettings:
     num_cpus: float = 1.0  # of each engine
     num_gpus: float = 0.0
     front_end_cpus: float = 0.5  # of each front end
-    max_ongoing: int = 512  # requests under way on one engine
-    drain_seconds: float = 30.0  # that requests under way get when a replica is replaced or removed
-    request_tokens: float = 512.0  # cost of a request under way against cached tokens (`cluster.prefix_router`)
+    max_ongoing: int = 512  # requests in flight on one engine
+    drain_seconds: float = 30.0  # that requests in flight get when a replica is replaced or removed
+    request_tokens: float = 512.0  # cost of a request in flight against cached tokens (`cluster.prefix_router`)
     request_timeout: float = 600.0  # seconds
     max_queue: int = 256  # requests that wait, beyond the slots of all engines
     keys: list[str] = field(default_factory=list)  # accepted API keys

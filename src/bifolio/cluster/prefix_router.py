@@ -2,7 +2,7 @@
 
     cost(replica) = `miss_weight` times the tokens of the prompt that it has not cached
                   + tokens of other prompts that wait there
-                  + `request_tokens` for each request under way
+                  + `request_tokens` for each request in flight
 
 All in tokens of prefill, which the time to the first token mostly is. A token that is not cached costs more than one
 that waits: it is also computed again later, and evicts others (docs/cluster.md has the measurements).
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from bifolio.cache.digests import next_digest, root_digest
 
 MAX_BLOCKS = 131_072  # hashes that are kept of each replica
-REQUEST_TOKENS = 512.0  # cost of a request under way, in tokens of prefill
+REQUEST_TOKENS = 512.0  # cost of a request in flight, in tokens of prefill
 MISS_WEIGHT = 4.0  # cost of a token that is not cached, in tokens that wait
 
 
@@ -82,7 +82,7 @@ class Choice(NamedTuple):
 class _Replica:
     cached: CachedPrefixes
     waiting_blocks: int = 0  # of prompts that were routed here and have no output yet
-    num_open: int = 0  # requests under way
+    num_open: int = 0  # requests in flight
     is_silent: bool = False
     block_source: str = ""  # of a prefill engine: where it serves its blocks
 
@@ -165,7 +165,7 @@ class PrefixRouter:
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def rank(self, hashes: Sequence[int], loads: Mapping[str, int] | None = None) -> list[Choice]:
-        """All replicas, the best first. `loads`: requests under way where others than this router send some, too."""
+        """All replicas, the best first. `loads`: requests in flight where others than this router send some, too."""
         with self._lock:
             ranked = []
             for name, replica in self._replicas.items():
@@ -206,7 +206,7 @@ class PrefixRouter:
 
 
 class LeastLoadedRouter(PrefixRouter):
-    """Chooses the replica with the fewest requests under way."""
+    """Chooses the replica with the fewest requests in flight."""
 
     def rank(self, hashes: Sequence[int], loads: Mapping[str, int] | None = None) -> list[Choice]:
         with self._lock:

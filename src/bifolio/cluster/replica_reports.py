@@ -66,7 +66,7 @@ class ReplicaReports:
         return self._base.get(name, 0.0) + sum(report.get(name, 0.0) for report in self._reports.values())
 
     def loads(self) -> dict[str, int]:
-        """Requests under way on each replica, those of other front ends included."""
+        """Requests in flight on each replica, those of other front ends included."""
         return {
             replica: int(report.get("num_running", 0.0) + report.get("num_waiting", 0.0))
             for replica, report in self._reports.items()

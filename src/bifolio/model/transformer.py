@@ -199,7 +199,7 @@ def selective_scan(
 
 
 def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:
-    """Give out the residual stream after so many layers, where the weights name them, once or several times."""
+    """Copy the residual stream after `num_layers` layers to the batch, once for each tap of that number."""
     for place, tap in enumerate(weights.taps):
         if tap == num_layers:
             kernels.tap(x, place * weights.config.hidden_size, batch)

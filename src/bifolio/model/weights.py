@@ -148,7 +148,7 @@ class LayerWeights:
     norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
     kv_is_shared: bool = False  # later layers read the keys and values of this one
     xielu: tuple[float, float] | None = None  # logarithms of the coefficients of the activation xIELU
-    cutoff: float | None = None  # gates of the MLP so many deviations above their mean are kept; None: all
+    cutoff: float | None = None  # gates of the MLP that many deviations above their mean are kept; None: all
     scale: float = 1.0  # of the residual stream behind the layer
     inputs: GatedInputWeights | None = None
     streams: LayerStreamWeights | None = None

@@ -14,12 +14,12 @@ class Costs:
         self._seconds_per_byte = 0.0  # read
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts."""
+        """Record the prompt tokens that a step computed, and its time."""
         if num_tokens >= LEAST_TOKENS:
             self._seconds_per_token = _moved(self._seconds_per_token, seconds / num_tokens)
 
     def read(self, num_bytes: int, seconds: float) -> None:
-        """A tier gave so many bytes."""
+        """Record the bytes that a tier returned, and the time of the read."""
         if num_bytes:
             self._seconds_per_byte = _moved(self._seconds_per_byte, seconds / num_bytes)
 

@@ -38,7 +38,7 @@ TOKEN_TYPES = Field("token_types", hf="type_vocab_size", gguf=Form(_stored_types
 
 
 def padded_positions(pad_token: int) -> tuple[Field, ...]:
-    """Positions that begin behind that of the padding token: the table has so many rows more than a text has tokens."""
+    """Positions that begin after the padding token's: the table has that many rows more than a text has tokens."""
     offset = pad_token + 1
 
     def read(values: Reading) -> int:

@@ -135,7 +135,7 @@ def dense_to_gguf(values: Writing) -> dict[str, int]:
     dense = values["layers.dense"]
     step = next((layer + 1 for layer in values.layers if not dense[layer]), 1)
     if any(dense[layer] != ((layer + 1) % step != 0) for layer in values.layers):
-        raise values.refusal("experts in other layers than every so many")
+        raise values.refusal("experts in layers that are not every n-th one")
     return {STEP: step}
 
 

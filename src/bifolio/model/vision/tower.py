@@ -17,7 +17,7 @@ from bifolio.model.vision.tensors import TowerTensors
 from bifolio.quant.tensor import QuantizedTensor
 
 Pixels = NDArray[np.uint8]  # u8[height, width, 3]
-NewBatch: TypeAlias = Callable[[int], Batch]  # of so many patches, each of which sees all
+NewBatch: TypeAlias = Callable[[int], Batch]  # of that many patches, each of which sees all
 
 
 class Picture(NamedTuple):

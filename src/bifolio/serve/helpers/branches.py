@@ -152,7 +152,7 @@ class Branches:
         self._tasks = [asyncio.create_task(self._keep_alive(branch)) for branch in self._branches]
 
     async def close(self, seconds: float) -> None:
-        """Wait for the drain of all front ends, for so many seconds at most, then end them."""
+        """Wait for the drain of all front ends, for at most that many seconds, then end them."""
         self.begin_drain()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)

@@ -202,7 +202,7 @@ class WriteWatch:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._since: float | None = None  # when the write that is under way began
+        self._since: float | None = None  # when the write that is in flight began
         self._expired = False
 
     def __enter__(self) -> WriteWatch:

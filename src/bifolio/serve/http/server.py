@@ -55,7 +55,7 @@ class ServerSettings:
     allowed_hosts: Sequence[str] = ()  # further names that a server without keys on the loopback interface answers to
     max_connections: int = 2048
     max_connections_per_address: int = 1024  # and of one key; the others stay free for other clients
-    drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
+    drain_seconds: float = 30.0  # that requests in flight get when the server is told to stop
     step_timeout: float = 300.0  # seconds; a longer step means a hung engine
     heartbeat_timeout: float = 10.0  # seconds without a heartbeat of the engine until `/ready` answers 503
     max_updates_per_second: float | None = None  # events of all streams together, about; None: by the device
@@ -106,7 +106,7 @@ class Served(Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, with a drain: on SIGTERM requests under way are finished, within a time limit."""
+    """Uvicorn, with a drain: on SIGTERM requests in flight are finished, within a time limit."""
 
     def __init__(
         self, config: uvicorn.Config, context: Served, drain_seconds: float, doors: TlsDoors | None = None

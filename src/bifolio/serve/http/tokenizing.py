@@ -20,7 +20,7 @@ T = TypeVar("T")
 INLINE_CHARS = 2000  # of all texts of a request together: encoded at once, in about a millisecond
 LONG_CHARS = 64 << 10  # from here on a request uses the thread for long texts
 BUDGET_CHARS = 8 << 20  # that wait or run
-CHARS_PER_TOKEN = 8  # a beginning of so many characters for each token of the context decides whether a text can fit
+CHARS_PER_TOKEN = 8  # characters of the beginning for each token of the context that decide whether a text can fit
 
 
 class TokenizerPool:

@@ -115,7 +115,7 @@ async def _prompt_tokens(
 
 
 def _behind(parts: list[tuple[str, bool]], start: int) -> list[tuple[str, bool]]:
-    """The parts behind so many characters. A spelling that is cut stays plain text."""
+    """The parts after the first `start` characters. A literal that is cut in the middle stays plain text."""
     found = []
     for text, is_literal in parts:
         if start < len(text):

@@ -7,5 +7,5 @@ export const state = {
   cards: [], // of the models, from /v1/models
   card: null, // of the chosen model
   isLost: false, // the server does not answer
-  controller: null, // of the run under way
+  controller: null, // of the run in flight
 };

@@ -130,7 +130,7 @@ class EngineConnection:
         return len(self._streams) + self._num_embeddings
 
     def _lose_all(self) -> None:
-        """Everything that was under way in the engine is lost."""
+        """Everything that was in flight in the engine is lost."""
         error = lost("the engine process ended while the request ran: it is being restarted, ask again")
         for stream in set(self._streams.values()):
             stream.fail(error)
@@ -146,7 +146,7 @@ class EngineConnection:
         self.stats = {}
 
     def fail_all(self, error: Exception) -> None:
-        """End every request that is under way."""
+        """End every request that is in flight."""
         for stream in set(self._streams.values()):
             stream.fail(error)
 

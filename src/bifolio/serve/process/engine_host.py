@@ -81,7 +81,7 @@ class Client:
     def _start(self, message: m.Start | m.Embed | m.Look | m.Recall | m.Adapt | m.BranchCall | m.Control) -> None:
         host = self._host
         if host.num_open >= host.max_open:
-            self.send(m.Refused(message.id, FaultKind.QUEUE_FULL, f"{host.num_open} requests are under way: ask later"))
+            self.send(m.Refused(message.id, FaultKind.QUEUE_FULL, f"{host.num_open} requests are in flight: ask later"))
         elif host.engine.forward(message):
             self.open.add(message.id)
         else:

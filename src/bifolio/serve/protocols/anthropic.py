@@ -170,7 +170,7 @@ class MessageCall:
 
     turn: Turn
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
-    _index: int = -1  # of the block under way
+    _index: int = -1  # of the block in flight
     _kind: str = ""  # of it
     _num_calls: int = 0
 

@@ -101,7 +101,7 @@ class OutputWriter:
     """Collects the output items of a response from its parts, and writes the events of a stream."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
-    _text: list[str] = field(default_factory=list)  # of the item under way
+    _text: list[str] = field(default_factory=list)  # of the item in flight
     _is_open: bool = False
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -113,7 +113,7 @@ class OutputWriter:
         return [event for part in parts for event in self._add(part)]
 
     def close(self, status: str = "completed") -> list[bytes]:
-        """End the item under way."""
+        """End the item in flight."""
         if not self._is_open:
             return []
         self._is_open = False

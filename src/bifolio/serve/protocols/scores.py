@@ -108,7 +108,7 @@ async def rerank(context: ServerContext, scope: Scope, receive: Receive, send: S
 
 
 async def _cut(context: ServerContext, documents: Sequence[str], most: int) -> list[str]:
-    """The beginnings of documents, at most so many tokens each."""
+    """The beginnings of documents, each of a limited number of tokens."""
     tokenizer = context.tokenizers.tokenizer
 
     def work() -> list[str]:

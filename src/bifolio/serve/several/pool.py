@@ -263,7 +263,7 @@ class ModelPool:
                 entry.context.begin_drain()
 
     def fail_all(self, error: Exception) -> None:
-        """End every request that is under way with this error."""
+        """End every request that is in flight with this error."""
         for entry in self.entries.values():
             if entry.context is not None:
                 entry.context.engine.fail_all(error)

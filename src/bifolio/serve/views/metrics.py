@@ -158,7 +158,7 @@ class Metrics:
         self.responses = Counter(
             PREFIX + "http_responses", "HTTP responses by path and status.", ["path", "status"], registry=registry
         )
-        self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests under way.", registry=registry)
+        self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests in flight.", registry=registry)
         self.recent_latency = 1.0  # seconds; an average that forgets
         self.extend: Callable[[bytes], bytes] | None = None  # adds names that other programs read
 

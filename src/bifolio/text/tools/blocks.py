@@ -46,14 +46,14 @@ class BlockParser:
         self._unmarked = unmarked or {}
         self._openings, self._at_start = Marks(*openings, *filter(None, self._unmarked)), at_start
         self._usual_closing = None if closing is None else Marks(closing)
-        self._closing = self._usual_closing  # of the block under way
+        self._closing = self._usual_closing  # of the block in flight
         self._is_certain = is_certain
         self._buffer = Buffer()
         self._space: list[str] = []  # at the end of the text so far
         self._is_first = True  # nothing but spaces was read
         self._is_line_start = True  # nothing but spaces was read in this line
         self._has_calls = False
-        self._reader: Reader | None = None  # of the block under way
+        self._reader: Reader | None = None  # of the block in flight
         self._opening = ""
         self._block: list[str] = []  # its text
         self._after: list[str] = []  # the part of its text after the calls

@@ -191,7 +191,7 @@ class ArgumentReader(Reader):
 
 
 class JsonValueReader(Reader):
-    """A reader with one JSON value under way, which is returned as arguments or kept until the name is known."""
+    """A reader with one JSON value in flight, which is returned as arguments or kept until the name is known."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
