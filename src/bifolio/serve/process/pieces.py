@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.api.outputs import returned_sequences
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
+
+
+@dataclass(slots=True)
+class Live:
+    """A running request, and how much of each completion was sent."""
+
+    request: Request
+    sent_tokens: list[int]
+    ended: list[bool]
+    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
+    final_only: bool = False
+    sent_first: bool = False
+    owner: str = ""  # name of its tenant
+    is_over: bool = False  # the last update was sent
+    wants_receipt: bool = False
+
+    def pieces(self, is_finished: bool) -> list[m.NewTokens]:
+        """The new tokens of each completion, which count as sent."""
+        if self.is_chosen_late:
+            return final_pieces(self.request) if is_finished else []
+        pieces = []
+        for number, sequence in enumerate(self.request.sequences):
+            sent, tokens, reason = self.sent_tokens[number], sequence.output_token_ids, sequence.finish_reason
+            if self.ended[number] or (len(tokens) == sent and reason is None):
+                continue
+            piece = m.NewTokens(sequence.index, packed(tokens[sent:]))
+            if self.request.wants_logprobs:
+                piece.scores = sequence.logprobs.packed(sent)
+            if reason is not None:
+                piece.finish_reason, piece.stop_reason = reason.value, sequence.stop_reason
+                self.ended[number] = True
+            pieces.append(piece)
+            self.sent_tokens[number] = len(tokens)
+        return pieces
 
 
 def packed(token_ids: list[int]) -> bytes:

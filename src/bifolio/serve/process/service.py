@@ -34,7 +34,7 @@ from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
-from bifolio.serve.process.pieces import ended, final_pieces, is_chosen_late, packed, without_text
+from bifolio.serve.process.pieces import Live, ended, is_chosen_late, without_text
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.process.weight_control import control
@@ -48,21 +48,6 @@ COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
 
 
 @dataclass(slots=True)
-class _Live:
-    """A running request, and how much of each completion was sent."""
-
-    request: Request
-    sent_tokens: list[int]
-    ended: list[bool]
-    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
-    final_only: bool = False
-    sent_first: bool = False
-    owner: str = ""  # name of its tenant
-    is_over: bool = False  # the last update was sent
-    wants_receipt: bool = False
-
-
-@dataclass(slots=True)
 class EngineService:
     """Serves one engine. `handle` may be called from any thread; `send` is called from the engine's thread."""
 
@@ -72,7 +57,7 @@ class EngineService:
     publisher: KvEventPublisher | None = None  # of the cache's events
     transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
-    _live: dict[str, _Live] = field(init=False, default_factory=dict)
+    _live: dict[str, Live] = field(init=False, default_factory=dict)
     _pooled: dict[str, Request] = field(init=False, default_factory=dict)  # requests for vectors and scores
     _adapters: AdapterLoader = field(init=False)
     _compiler: FairThread = field(init=False)
@@ -288,7 +273,7 @@ class EngineService:
         if message.wants_steps:
             request.steps = []
         self._unstarted.add(message.id)
-        live = _Live(
+        live = Live(
             request, [request.num_given] * count, [False] * count, chosen_late, only_at_the_end, owner=message.owner
         )
         live.wants_receipt = message.wants_receipt
@@ -343,7 +328,7 @@ class EngineService:
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
         """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
-        urgent: list[_Live] = []
+        urgent: list[Live] = []
         if self._branches.is_waiting:
             for result in results:
                 if result.finished:
@@ -364,7 +349,7 @@ class EngineService:
         elif urgent:
             self._send_news(urgent)
 
-    def _send_news(self, lives: list[_Live]) -> None:
+    def _send_news(self, lives: list[Live]) -> None:
         updates: list[m.Update] = []
         entries = 0
         for live in lives:
@@ -379,10 +364,10 @@ class EngineService:
         if updates:
             self.send(m.Updates(updates))
 
-    def _update(self, live: _Live) -> m.Update | None:
+    def _update(self, live: Live) -> m.Update | None:
         request = live.request
         is_finished = request.is_finished
-        pieces = self._pieces(live, is_finished)
+        pieces = live.pieces(is_finished)
         if not pieces and not request.steps and not is_finished:
             return None
         update = m.Update(request.request_id, pieces)
@@ -398,22 +383,3 @@ class EngineService:
             live.is_over = True
             self._forget(request.request_id)
         return update
-
-    def _pieces(self, live: _Live, is_finished: bool) -> list[m.NewTokens]:
-        request = live.request
-        if live.is_chosen_late:
-            return final_pieces(request) if is_finished else []
-        pieces = []
-        for number, sequence in enumerate(request.sequences):
-            sent, tokens, reason = live.sent_tokens[number], sequence.output_token_ids, sequence.finish_reason
-            if live.ended[number] or (len(tokens) == sent and reason is None):
-                continue
-            piece = m.NewTokens(sequence.index, packed(tokens[sent:]))
-            if request.wants_logprobs:
-                piece.scores = sequence.logprobs.packed(sent)
-            if reason is not None:
-                piece.finish_reason, piece.stop_reason = reason.value, sequence.stop_reason
-                live.ended[number] = True
-            pieces.append(piece)
-            live.sent_tokens[number] = len(tokens)
-        return pieces
