@@ -14,7 +14,7 @@ import torch
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import KVDtype
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
-from bifolio.kernels.reference import causal_attention
+from bifolio.kernels.reference_attention import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bifolio.kernels.host_math import erf
 from bifolio.kernels.interface import (
     AttentionPhase,
     AttentionSegment,
@@ -20,7 +21,8 @@ from bifolio.kernels.interface import (
     Norm,
     Rotation,
 )
-from bifolio.kernels.reference import ReferenceKernels, causal_attention, causal_mask, erf, rotate, sigmoid
+from bifolio.kernels.reference import ReferenceKernels, rotate, sigmoid
+from bifolio.kernels.reference_attention import causal_attention, causal_mask
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from helpers import kv_storage
 

@@ -19,7 +19,7 @@ import torch
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product
 from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
-from bifolio.kernels.reference import causal_attention
+from bifolio.kernels.reference_attention import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 
 COMPILER = shutil.which("g++") or shutil.which("c++")

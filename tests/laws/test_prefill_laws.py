@@ -15,10 +15,10 @@ import prefill_laws as laws
 import pytest
 from prefill_laws import LENGTH, MIXTURES, Subject
 
-import bifolio.kernels.reference as reference
 from bifolio.cache.storage import KVStorage
 from bifolio.engine import executor
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor, append_batch
+from bifolio.kernels import reference, reference_attention
 from bifolio.schedule.phases import PhaseManager
 from helpers import cpu_kernel_names, make_kernels
 
@@ -54,7 +54,7 @@ def test_a_mask_off_by_one_breaks_the_first_law(monkeypatch: pytest.MonkeyPatch,
         mask[:, 0] = True
         return mask
 
-    monkeypatch.setattr(reference, "causal_mask", broken)
+    monkeypatch.setattr(reference_attention, "causal_mask", broken)
     expect_broken(laws.check_causal_visibility, LENGTH)
     with pytest.raises(AssertionError, match="does not end at the query"):
         laws.check_attention_weights(reference.ReferenceKernels(), LENGTH - 3)
@@ -118,7 +118,7 @@ def test_looking_at_neighbours_or_forgetting_a_chunk_breaks_the_third_law(
     def neighbours(self: Any, heads: Any, shape: Any, segments: Any, storage: Any) -> Any:
         """One sequence out of a packed segment of several."""
         total = heads.query.shape[0]
-        return reference.causal_attention(heads.query, heads.key, heads.value, shape.scale, None)[:total]
+        return reference_attention.causal_attention(heads.query, heads.key, heads.value, shape.scale, None)[:total]
 
     def forgotten(self: Any, heads: Any, shape: Any, segments: Any, storage: Any) -> Any:
         """Every chunk taken for the beginning of its prompt."""

@@ -213,7 +213,7 @@ def test_operations_on_a_gpu_are_timed_by_events_that_are_read_when_their_work_i
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_seen_pairs_are_those_of_a_mask(window: int | None) -> None:
-    from bifolio.kernels.reference import causal_mask
+    from bifolio.kernels.reference_attention import causal_mask
 
     lengths, contexts = [1, 4, 5], [7, 4, 9]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -8,7 +8,8 @@ import pytest
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, LayerAttention
-from bifolio.kernels.reference import ReferenceKernels, causal_attention
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.kernels.reference_attention import causal_attention
 from bifolio.model.transformer import PagedAttentionLayer
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator

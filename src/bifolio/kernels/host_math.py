@@ -37,3 +37,8 @@ def mix_sparsely(logits: np.ndarray, router: Router) -> Routing:
         weights.append(router.scale / shares.sum(axis=-1))
         left[rows, best] = -np.inf
     return Routing(np.stack(experts, axis=-1).astype(np.int32), np.stack(weights, axis=-1).astype(np.float32))
+
+
+def as_float32(xp: Any, x: Array) -> Array:
+    """Floats of at least 32 bits."""
+    return x if x.dtype in (xp.float32, xp.float64) else xp.astype(x, xp.float32)
