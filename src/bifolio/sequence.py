@@ -389,11 +389,6 @@ class StepResult:
         return sequence.logprobs[self.number - 1]
 
 
-def unforked_children(sequence: Sequence) -> list[Sequence]:
-    """Sequences of the same request that are not yet forked from this one."""
-    return team(sequence)[1:] if sequence.group is None else []
-
-
 def team(sequence: Sequence) -> list[Sequence]:
     """The sequences admitted and preempted together with this one: beams of one search, or later forks of it."""
     if sequence.group is not None:

@@ -359,13 +359,8 @@ class KVCacheBlockManager(BlockQueries):
         except OutOfBlocksError:
             return None
 
-    def free_sequence(self, sequence_id: int) -> list[int]:
-        """`release` under the specs' name."""
-        return self.release(sequence_id)
-
-    def get_sequence_blocks(self, sequence_id: int) -> list[int]:
-        """`block_ids_of` under the specs' name."""
-        return self.block_ids_of(sequence_id)
+    free_sequence = release
+    get_sequence_blocks = BlockQueries.block_ids_of
 
     def fresh_sequence_id(self) -> int:
         """A new id; negative, so that it cannot collide with ids that a caller counts up."""

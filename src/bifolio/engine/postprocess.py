@@ -33,7 +33,7 @@ from bifolio.sequence import (
     Request,
     Sequence,
     StepResult,
-    unforked_children,
+    team,
 )
 from bifolio.text.stopping import StopDecision, TokenEnd
 
@@ -391,3 +391,8 @@ def _decode_draws(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence]]:
         if item.sequence.group is None:
             yield draw, item
             draw += 1 + len(item.drafts)
+
+
+def unforked_children(sequence: Sequence) -> list[Sequence]:
+    """Sequences of the same request that are not yet forked from this one."""
+    return team(sequence)[1:] if sequence.group is None else []
