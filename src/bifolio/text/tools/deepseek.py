@@ -9,50 +9,29 @@ from collections.abc import Sequence
 
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
-from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
-from bifolio.text.tools.readers import JsonValueReader, read_object
+from bifolio.text.tools.format import LarkWriter, ToolFormat
+from bifolio.text.tools.marked_calls import MarkedCallReader, write_marked_calls
 
 OPENING, CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE, END_FENCE = "```json\n", "```"
 
 
-class DeepSeekReader(JsonValueReader):
-    """Reads calls one after the other."""
+class DeepSeekReader(MarkedCallReader):
+    """A head is NAME, or `function`, NAME and the beginning of a code block."""
 
-    _state = "begin"
+    BEGIN, END = BEGIN, END
 
-    def _step(self) -> bool:
-        if self._state == "begin":
-            return self._expect(BEGIN) and self._enter("kind", False)
-        if self._state == "kind":
+    def _read_head(self) -> bool:
+        if self._state == "head":
             kind = self._until(SEPARATOR)
             if kind is None:
                 return False
-            self._state = "name" if kind.strip() == "function" else "value"
-            return True if self._state == "name" else self._begin_call(kind.strip())
-        if self._state == "name":
-            name = self._until(FENCE)
-            if name is None:
-                return False
-            self._state = "value"
-            return self._begin_call(name.strip())
-        if self._state == "value":
-            return self._read_value()
-        return self._read_end()
-
-    def _enter(self, state: str, is_complete: bool) -> bool:
-        self._state, self.is_complete = state, is_complete
-        return True
-
-    def _read_value(self) -> bool:
-        if self._scanner is None and self.buffer.peek() != "{":
-            return self._fail() if self.buffer.peek() else False
-        raw = self._value(sends=True)
-        if raw is None:
-            return False
-        self._state = "end"
-        return read_object(raw) is not None or self._fail()
+            if kind.strip() != "function":
+                return self._begin_value(kind.strip())
+            self._state = "name"
+        name = self._until(FENCE)
+        return False if name is None else self._begin_value(name.strip())
 
     def _read_end(self) -> bool:
         """The end of the call, and that of the code block, which may stand before it."""
@@ -63,7 +42,7 @@ class DeepSeekReader(JsonValueReader):
             self.buffer.skip(len(END_FENCE))
         if fence is not False:
             return bool(fence)
-        return self._expect(END) and self._enter("begin", True)
+        return super()._read_end()
 
 
 class DeepSeek(ToolFormat):
@@ -91,6 +70,4 @@ class DeepSeek(ToolFormat):
                 head = f'"function" {separator} {named}'
                 tail = lark.text(f"\n{END_FENCE}")
             calls.append(f"{begin} {head} {lark.arguments(tool)} {tail} {end}")
-        call = lark.calls(calls)
-        body = f"{call} (SPACE {call})*" if many else call
-        write_blocks(lark, OPENING, body, CLOSING, must_call=must_call, many=many, repeats=False)
+        write_marked_calls(lark, OPENING, calls, CLOSING, must_call=must_call, many=many)

@@ -6,44 +6,22 @@ from collections.abc import Sequence
 
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
-from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
-from bifolio.text.tools.readers import JsonValueReader, read_object
+from bifolio.text.tools.format import LarkWriter, ToolFormat
+from bifolio.text.tools.marked_calls import MarkedCallReader, write_marked_calls
 
 OPENING, CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 PREFIX = "functions."
 
 
-class KimiReader(JsonValueReader):
-    """Reads calls one after the other."""
+class KimiReader(MarkedCallReader):
+    """A head is `functions.NAME:NUMBER`."""
 
-    _state = "begin"
+    BEGIN, END = BEGIN, END
 
-    def _step(self) -> bool:
-        if self._state == "begin":
-            return self._expect(BEGIN) and self._enter("name", False)
-        if self._state == "name":
-            found = self._until(ARGUMENTS)
-            if found is None:
-                return False
-            self._state = "value"
-            return self._begin_call(found.strip().removeprefix(PREFIX).partition(":")[0])
-        if self._state == "value":
-            return self._read_value()
-        return self._expect(END) and self._enter("begin", True)
-
-    def _enter(self, state: str, is_complete: bool) -> bool:
-        self._state, self.is_complete = state, is_complete
-        return True
-
-    def _read_value(self) -> bool:
-        if self._scanner is None and self.buffer.peek() != "{":
-            return self._fail() if self.buffer.peek() else False
-        raw = self._value(sends=True)
-        if raw is None:
-            return False
-        self._state = "end"
-        return read_object(raw) is not None or self._fail()
+    def _read_head(self) -> bool:
+        found = self._until(ARGUMENTS)
+        return False if found is None else self._begin_value(found.strip().removeprefix(PREFIX).partition(":")[0])
 
 
 class Kimi(ToolFormat):
@@ -63,6 +41,4 @@ class Kimi(ToolFormat):
         for tool in tools:
             head = lark.text(f"{PREFIX}{tool.name}:")
             calls.append(f"{begin} {head} /[0-9]{{1,4}}/ {arguments} {lark.arguments(tool)} {end}")
-        call = lark.calls(calls)
-        body = f"{call} (SPACE {call})*" if many else call
-        write_blocks(lark, OPENING, body, CLOSING, must_call=must_call, many=many, repeats=False)
+        write_marked_calls(lark, OPENING, calls, CLOSING, must_call=must_call, many=many)
