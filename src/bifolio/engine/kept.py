@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
 from typing import Unpack
 
@@ -14,16 +15,17 @@ from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.sequence import Request, RequestOptions
 
 
-class KeptConversations:
-    """A part of `InferenceEngine`."""
+class KeptConversations(ABC):
+    """The verbs of `InferenceEngine` for conversations that outlive their request."""
 
     blocks: KVCacheBlockManager
     batcher: ContinuousBatcher
     factory: RequestFactory
     requests: dict[str, Request]
 
+    @abstractmethod
     def _enqueue(self, request: Request) -> Request:
-        raise NotImplementedError
+        """Add a valid request to the queue."""
 
     def keep(self, request_id: str) -> bool:
         """Keep the conversation's blocks after its end, so that `fork` can continue it without recomputation.

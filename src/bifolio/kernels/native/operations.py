@@ -7,6 +7,7 @@ at once, as a program of one operation on numpy arrays.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -72,20 +73,20 @@ class Register:
         return -1, self.width
 
 
-class NativeOperations:
+class NativeOperations(ABC):
     """A part of the kernel sets whose values are registers, and arrays."""
 
     @property
+    @abstractmethod
     def kernels(self) -> NativeKernels:
         """The set that packs the weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, name: str, values: Sequence[Any], *constants: Any, **batch: Any) -> Any:
         """The result of the program's method `name` on registers of the values and constants, or a tuple of results.
 
         A value may be None, or a list of values. `batch`: inputs of the pass, for operations that run at once.
         """
-        raise NotImplementedError
 
     # -- inputs -------------------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:

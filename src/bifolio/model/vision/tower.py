@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -49,7 +50,7 @@ class Tower(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vision:
+class Vision(ABC):
     """How a model takes images, without its weights."""
 
     name: str  # of the family of the tower
@@ -58,21 +59,21 @@ class Vision:
     row_token: int  # the token that stands for one row
     both_ways: bool = False  # the tokens of a tile see all of them
 
+    @abstractmethod
     def read(self, image: Any) -> Picture:
         """The tiles and the text of a `PIL.Image`, as the processor of the model makes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_rows(self, pixels: Pixels) -> int:
         """Rows of a tile."""
-        raise NotImplementedError
 
     def grid(self, pixels: Pixels) -> tuple[int, int] | None:
         """Height and width of a tile in rows, where rope has a position for each; None: its tokens count like text."""
         return None
 
+    @abstractmethod
     def load(self, source: TowerTensors) -> Tower:
         """The tower from the tensors of a folder."""
-        raise NotImplementedError
 
     def digest(self, pixels: Pixels) -> bytes:
         """Of the pixels and of everything that decides how the tower reads them."""
