@@ -150,6 +150,8 @@ class LLM(EngineVerbs, PoolingCalls):
         self._shared = SharedEngine(engine)
         for name, source in (lora_modules or {}).items():
             engine.adapters.load(name, source)
+        if lora_modules and warm_up and engine.slots.device is not None:
+            engine.slots.device.warm_up_adapters()
         self._seeds = None if seed is None else random.Random(seed)
         self.lora: LoRA = None  # of calls that name no adapter
         if verbose:

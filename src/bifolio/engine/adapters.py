@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TypeAlias
 from bifolio.config import AdapterConfig, ModelConfig
 from bifolio.engine.executor import ModelRunner
 from bifolio.errors import ConfigError, RequestError, did_you_mean
-from bifolio.kernels.interface import Adapter, KernelSet
+from bifolio.kernels.interface import Adapter, DeviceSlots
 from bifolio.model.adapters.adapter import AdapterWeights, combined, read_adapter
 
 MAX_NAME = 128  # characters
@@ -61,9 +61,11 @@ class NamedAdapter:
 class AdapterStore:
     """Adapters by name; any thread may call it. The least recently used ones leave memory and are read again on use."""
 
-    def __init__(self, model: ModelConfig, kernels: KernelSet, config: AdapterConfig, refusal: str | None) -> None:
-        """`refusal`: the reason why this engine cannot run adapters."""
-        self._model, self._kernels, self._config, self._refusal = model, kernels, config, refusal
+    def __init__(
+        self, model: ModelConfig, prepare: Callable[[Adapter], Adapter], config: AdapterConfig, refusal: str | None
+    ) -> None:
+        """`prepare`: for the kernels. `refusal`: the reason why this engine cannot run adapters."""
+        self._model, self._prepare, self._config, self._refusal = model, prepare, config, refusal
         self._named: OrderedDict[str, NamedAdapter] = OrderedDict()  # the least recently used first
         self._sums: OrderedDict[tuple[tuple[bytes, float], ...], LoadedAdapter] = OrderedDict()
         self._numbers = count(1)
@@ -71,14 +73,15 @@ class AdapterStore:
         self._loading = threading.Lock()  # files are read one adapter at a time
 
     @classmethod
-    def of(cls, model: ModelConfig, config: AdapterConfig, runner: ModelRunner, device: object | None) -> AdapterStore:
-        """The store of an engine; adapters run in one process, on the CPU. `device`: of the engine's slots."""
+    def of(
+        cls, model: ModelConfig, config: AdapterConfig, runner: ModelRunner, device: DeviceSlots | None
+    ) -> AdapterStore:
+        """The store of an engine; adapters run in one process. `device`: of the engine's slots."""
         refusal = None
         if runner.peers is not None:
             refusal = "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
-        elif device is not None or runner.kernels.device != "cpu":
-            refusal = "adapters (lora_modules) run on the CPU: pass device='cpu', or merge the adapter into the model"
-        return cls(model, runner.kernels, config, refusal)
+        prepare = runner.kernels.prepare_adapter if device is None else device.prepare_adapter
+        return cls(model, prepare, config, refusal)
 
     # -- names ----------------------------------------------------------------------------------------------------
     def __contains__(self, name: object) -> bool:
@@ -152,7 +155,7 @@ class AdapterStore:
             if found is None:
                 weights = combined([(adapter.weights, factor) for adapter, factor in used])
                 name = "+".join(adapter.name for adapter, _ in used)
-                found = LoadedAdapter(name, weights, self._kernels.prepare_adapter(weights.weights))
+                found = LoadedAdapter(name, weights, self._prepare(weights.weights))
             self._sums[key] = found
             self._sums.move_to_end(key)
             while len(self._sums) > self._config.max_loras:
@@ -201,7 +204,7 @@ class AdapterStore:
     def _read(self, name: str, parts: Parts) -> LoadedAdapter:
         read = [(read_adapter(path, self._model, self._config.max_rank), factor) for path, factor in parts]
         weights = combined(read)
-        return LoadedAdapter(name, weights, self._kernels.prepare_adapter(weights.weights))
+        return LoadedAdapter(name, weights, self._prepare(weights.weights))
 
     def _used(self, name: str) -> None:
         self._named.move_to_end(name)

@@ -317,7 +317,9 @@ class InferenceEngine(KeptConversations):
         config, kernels = self.config, self.runner.kernels
         max_blocks = self.blocks.blocks_for(config.max_model_len) + 1
         vocab = self.model.config.vocab_size
-        sizes = SlotSizes(config.max_num_seqs, max_blocks, config.max_model_len, vocab, config.chunk_size)
+        sizes = SlotSizes(
+            config.max_num_seqs, max_blocks, config.max_model_len, vocab, config.chunk_size, config.adapters.max_loras
+        )
         has_tokens = self.model.config.language_head
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes) if has_tokens else None
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))

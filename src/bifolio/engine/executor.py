@@ -38,7 +38,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.storage import BlockMover
 from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
-from bifolio.model.adapters.sites import with_sites
+from bifolio.model.adapters.sites import product_shapes, with_sites
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
 from bifolio.sampling.sampler import NOTHING, greedy_tokens, no_token_error
@@ -188,6 +188,7 @@ class ModelRunner:
                 prompt_segment,
                 len(weights.taps) * weights.config.hidden_size,
             ),
+            product_shapes(weights),
         )
 
 

@@ -115,7 +115,9 @@ class SlotState:
         self._counts_tokens[slot] = edits is not None and edits.counts_tokens
         self._has_mask[slot] = edits is not None and edits.has_mask
         if self.device is not None:
-            self.device.set_params(slot, params, sequence.seed, edits, sequence.request.rope or 0)
+            adapter = sequence.request.adapter
+            prepared = None if adapter is None else adapter.prepared
+            self.device.set_params(slot, params, sequence.seed, edits, sequence.request.rope or 0, prepared)
         self.unmasked.set_slot(slot, params, edits)
 
     def clear_slot(self, slot: int) -> None:
@@ -169,6 +171,8 @@ class SlotState:
     def stage(self, plan: StepPlan, batch: HostBatch) -> Batch:
         """The batch in the kernel set's arrays, tokens in flight included."""
         staged = batch.to(self._kernels)
+        if self.device is not None and staged.adapters is not None:
+            staged = replace(staged, adapters=self.device.stage_adapters(staged.adapters))
         if self.device is None or not (batch.token_ids[: len(plan.decodes)] == ON_DEVICE).any():
             return staged
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ class AdapterUse:
 
     loaded: tuple[Adapter, ...]  # prepared by the kernel set
     rows: NDArray[np.int32]  # i32[t]  index into `loaded` of each token's adapter, on the host; -1: none
+    staged: Any = None  # the form of a device that keeps the slots (`DeviceSlots.stage_adapters`)
 
 
 @dataclass(frozen=True, slots=True)

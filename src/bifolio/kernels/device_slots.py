@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bifolio.kernels.batch import Batch
+from bifolio.kernels.batch import AdapterUse, Batch
 from bifolio.kernels.logit_edits import LogitEdits
-from bifolio.kernels.operands import Array
+from bifolio.kernels.operands import Adapter, Array
 
 
 class SlotSizes(NamedTuple):
@@ -21,6 +21,7 @@ class SlotSizes(NamedTuple):
     max_model_len: int
     vocab_size: int
     max_chunk: int  # prompt tokens of one sequence in a step
+    max_loras: int = 16  # adapters on the device that no step uses
 
 
 @dataclass(slots=True)
@@ -95,11 +96,27 @@ class DeviceSlots(Protocol):
         """Whether a slot with these `SamplingParams` is drawn on the device."""
         ...
 
-    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
+    def set_params(
+        self,
+        slot: int,
+        params: Any,
+        seed: int,
+        edits: LogitEdits | None,
+        rope: int = 0,
+        adapter: Adapter | None = None,
+    ) -> None:
         """A new sequence holds the slot; without `edits` it is drawn on the host.
 
-        `rope`: added to its positions, 0 or LONG_ROPE (`bifolio.long_rope`).
+        `rope`: added to its positions, 0 or LONG_ROPE (`bifolio.long_rope`). `adapter`: prepared by these slots.
         """
+        ...
+
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        """Repack the matrices of an adapter when it is loaded; any thread may call this."""
+        ...
+
+    def stage_adapters(self, use: AdapterUse) -> AdapterUse:
+        """The adapters of a pass that is launched kernel by kernel."""
         ...
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
@@ -180,4 +197,8 @@ class DeviceSlots(Protocol):
 
     def warm_up(self) -> None:
         """Capture the graphs of all batch sizes now instead of when a step first needs them."""
+        ...
+
+    def warm_up_adapters(self) -> None:
+        """Capture the usual steps with the adapters that are prepared, instead of when a step first needs them."""
         ...

@@ -10,8 +10,8 @@ operations, so every kernel set runs the same network. A set without one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,6 +45,7 @@ from bifolio.kernels.operands import (
     Linear,
     LowRank,
     Norm,
+    ProductShape,
     Recurrence,
     RoutedExperts,
     Router,
@@ -94,6 +95,7 @@ __all__ = [
     "PagedAttentionKernel",
     "PendingDrafts",
     "PendingTokens",
+    "ProductShape",
     "Ranks",
     "Recurrence",
     "Rotation",
@@ -182,6 +184,7 @@ class Network:
     decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope
     split: SplitNetwork | None = None  # None: the pass runs as a whole
+    products: Mapping[int, ProductShape] = field(default_factory=dict)  # that adapters can change, by site
 
 
 @dataclass(frozen=True, slots=True)

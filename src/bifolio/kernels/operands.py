@@ -110,6 +110,13 @@ class Experts:
         return [part for linear in (*self.up, *self.down) for part in linear.parts]
 
 
+class ProductShape(NamedTuple):
+    """The sizes of a product that adapters can change."""
+
+    widths: tuple[int, ...]  # outputs of its matrices, side by side
+    inputs: int
+
+
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """Two thin matrices, whose product is added to some columns of the output of a product: y += up (down x) + bias."""

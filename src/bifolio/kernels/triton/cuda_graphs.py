@@ -29,6 +29,7 @@ from bifolio.kernels.interface import (
     TokenScores,
 )
 from bifolio.kernels.shared_prefix import SharedWork
+from bifolio.kernels.triton.adapter_slots import AdapterSlots, Layout, StagedAdapters
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
@@ -48,6 +49,7 @@ class StepKey(NamedTuple):
     mode: StepMode
     shares: bool = False  # prefixes are shared
     is_near: bool = False  # few sequences with short contexts
+    adapts: Layout | None = None  # of the adapters that it serves; None: rows have none
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -90,6 +92,7 @@ class DecodeStep:
     graph: Any = None
     states: StagedStates | None = None  # of a model with recurrent layers; the device sets reads and writes
     shared: SharedRows | None = None  # shared prefixes, read once for all rows; None: no sharing
+    adapters: StagedAdapters | None = None  # of the rows; None: they have none
     is_near: bool = False  # few sequences with short contexts
     logits: Any = None  # f32[r, vocab] of a step without sampling
     sent: bytes = b""  # present contents of `rows` and `shared`
@@ -111,10 +114,15 @@ class DecodeStep:
         return turn
 
     def put(self, words: torch.Tensor) -> None:
-        """Set `rows`, then the words of `shared`."""
-        self.rows.copy_(words[: len(self.rows)])
+        """Set `rows`, then the words of `shared` and of `adapters`."""
+        size = len(self.rows)
+        self.rows.copy_(words[:size])
         if self.shared is not None:
-            self.shared.words.copy_(words[len(self.rows) :])
+            end = size + len(self.shared.words)
+            self.shared.words.copy_(words[size:end])
+            size = end
+        if self.adapters is not None:
+            self.adapters.put(words[size:])
 
 
 @dataclass(slots=True)
@@ -173,9 +181,17 @@ class GraphRecorder:
 class DecodeGraphs:
     """Launches decode steps on the state of the slots."""
 
-    def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
+    def __init__(
+        self,
+        kernels: GraphKernels,
+        network: Network,
+        storage: Storage,
+        state: DeviceState,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
         self.edits: SlotEdits | None = None  # of steps whose mode has edits
+        self.adapters = adapters
         self._sizes = batch_sizes(state.num_slots)
         self._few_sizes = few_batch_sizes(state.num_slots)  # of steps with shared prefixes
         self._logit_sizes = sorted({1, *self._few_sizes})  # of steps without sampling
@@ -186,20 +202,30 @@ class DecodeGraphs:
 
     # -- launching ---------------------------------------------------------------------------------------------------
     def launch(
-        self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None, *, is_near: bool = False
+        self,
+        slots: np.ndarray,
+        mode: StepMode,
+        work: SharedWork | None = None,
+        *,
+        is_near: bool = False,
+        numbers: np.ndarray | None = None,
     ) -> DecodeStep:
         """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
 
-        `work` describes prefixes shared by the slots, in their order. `is_near`: all contexts are short.
+        `work` describes prefixes shared by the slots, in their order. `is_near`: all contexts are short. `numbers`: of
+        the adapters of the slots (`AdapterSlots.numbers_of`); None: they have none.
         """
         shares = work is not None
         sizes = self._sizes_of(mode, shares)
         size = sizes[bisect_left(sizes, len(slots))]
-        step = self._step(StepKey(size, mode, shares, is_near and not shares and self._can_be_near(size)))
+        layout = None if numbers is None or self.adapters is None else self.adapters.layout
+        step = self._step(StepKey(size, mode, shares, is_near and not shares and self._can_be_near(size), layout))
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
         if work is not None and step.shared is not None:
             rows = np.concatenate([rows, shared_words(work, size, step.shared.max_items)])
+        if numbers is not None and self.adapters is not None:
+            rows = np.concatenate([rows, self.adapters.words(numbers, size)])
         self._send(rows, step)
         if step.graph is None:
             self._run(step, mode)
@@ -212,12 +238,15 @@ class DecodeGraphs:
         event = recorded_event() if step.graph is not None else None
         return DeviceTokens(step.results, step.take_turn(), count, event, order)
 
-    def capture_all(self, mode: StepMode, *, shares: bool = False) -> None:
-        """Capture every batch size now, the largest first, instead of when it is first needed."""
+    def capture_all(self, mode: StepMode, *, shares: bool = False, layout: Layout | None = None) -> None:
+        """Capture every batch size now, the largest first, instead of when it is first needed.
+
+        `layout`: of the adapters that the steps serve.
+        """
         for size in reversed(self._sizes_of(mode, shares)):
-            self._step(StepKey(size, mode, shares))
+            self._step(StepKey(size, mode, shares, adapts=layout))
             if not shares and self._can_be_near(size):
-                self._step(StepKey(size, mode, is_near=True))
+                self._step(StepKey(size, mode, is_near=True, adapts=layout))
 
     def _can_be_near(self, size: int) -> bool:
         return self._kernels.attention.can_be_near(size, self._shapes, self._storage)
@@ -248,6 +277,8 @@ class DecodeGraphs:
             step = DecodeStep.new(size, self.state.device, mode)
             step.is_near = key.is_near
             step.shared = self._shared_rows(size) if key.shares else None
+            if key.adapts is not None and self.adapters is not None:
+                step.adapters = self.adapters.staged(size)
             if self._storage.layout.num_states:
                 starts = torch.arange(size + 1, dtype=torch.int32, device=self.state.device)
                 use = StateUse(starts, torch.zeros_like(step.rows), torch.full_like(step.rows, -1))
@@ -283,7 +314,8 @@ class DecodeGraphs:
             segment, step.table_rows, step.pieces, self._shapes, step.shared, is_near=step.is_near
         )
         use = None if step.states is None else step.states.use
-        batch = Batch(step.token_ids, step.positions, step.index, (segment,), None, states=use)
+        own = None if step.adapters is None else step.adapters.use
+        batch = Batch(step.token_ids, step.positions, step.index, (segment,), None, states=use, adapters=own)
         logits = self._network.forward(self._kernels, batch, self._storage)
         if mode is None:
             step.logits = logits

@@ -44,6 +44,7 @@ from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
+from bifolio.kernels.triton.adapted_products import adapted
 from bifolio.kernels.triton.attention import Attention, is_composed
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.expert_choice import can_route, route
@@ -215,11 +216,14 @@ class TritonKernels(TorchArrays):
         return self._products.linear(x, linear)
 
     def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
-        return self._torch.adapt(tensor(y), tensor(x), site, adapters)
+        if adapters.staged is None:
+            return self._torch.adapt(tensor(y), tensor(x), site, adapters)
+        plan = adapters.staged.plans.get(site)
+        return y if plan is None else adapted(y, tensor(x).to(self.dtype), plan, adapters.staged.grouped)
 
     def exchanged(self, x: Array) -> Array:
         """Products stay f32, as those that are added to the residual stream without an exchange."""
-        is_new = isinstance(x, Product) and x.value is None
+        is_new = isinstance(x, Product) and x.value is None and not x.is_adapted
         return self._products.exact(x.x, x.linear) if is_new else tensor(x)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:

@@ -9,6 +9,8 @@ deferred values, and the operation that consumes them launches one fused kernel:
     norm → experts                         (one row) as for a product
     experts → add                          the residual is added with the last expert
     add → norm                             (many rows) one pass over the sum
+    linear → adapters → act_mul            gate and up are changed and multiplied in one pass
+    linear → adapters → add                the changes are added behind the residual
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Product:
     linear: Linear
     compute: Callable[[Product, str | None, torch.Tensor | None], torch.Tensor]
     value: torch.Tensor | None = field(default=None)
+    is_adapted: bool = False  # `compute` adds the changes of adapters
 
     @property
     def rows(self) -> int:

@@ -33,6 +33,7 @@ from bifolio.kernels.interface import (
     SplitNetwork,
     Storage,
 )
+from bifolio.kernels.triton.adapter_slots import AdapterSlots, Layout, StagedAdapters
 from bifolio.kernels.triton.cuda_graphs import GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.lazy_fusion import tensor
@@ -74,6 +75,7 @@ class PromptStep:
     index: torch.Tensor  # i64[t]  cache index of K and V
     plan: PlanSizes | None = None  # of recurrent layers
     states: StagedStates | None = None  # of recurrent layers, at the end of `words`
+    adapters: StagedAdapters | None = None  # of the tokens, whose words follow the others; None: they have none
     graph: Any = None
 
     @classmethod
@@ -120,7 +122,8 @@ class PromptGraphs:
     state: DeviceState
     recorder: GraphRecorder
     sizes: Sizes
-    _steps: dict[int, PromptStep] = field(default_factory=dict)  # by number of tokens
+    adapters: AdapterSlots | None = None
+    _steps: dict[tuple[int, Layout | None], PromptStep] = field(default_factory=dict)  # by number of tokens, adapters
     _pieces: dict[int, dict[int, Pieces]] = field(default_factory=dict)  # by number of decodes; the steps take turns
     _hidden: torch.Tensor | None = None  # [tokens of the largest step, d]
     _taps: torch.Tensor | None = None  # f32[tokens of the largest step, width]
@@ -135,18 +138,23 @@ class PromptGraphs:
         """[r, d]: hidden states of the tokens whose logits are read; None if no graph fits the batch."""
         if not fits(self.sizes, batch):
             return None
-        step = self._step(self.sizes.tokens[bisect_left(self.sizes.tokens, batch.num_tokens)])
+        size, own = self.sizes.tokens[bisect_left(self.sizes.tokens, batch.num_tokens)], self.adapters
+        numbers = None if batch.adapters is None or own is None else own.numbers_of_rows(batch.adapters)
+        step = self._step(size, None if numbers is None or own is None else own.layout)
         words = words_of(self.sizes, step, batch, slots)
+        groups = np.zeros(0, np.int32) if numbers is None or own is None else own.words(numbers, size)
         rows = np.arange(batch.num_tokens) if batch.logit_rows is None else batch.logit_rows
-        sent = self.state.send_words(np.concatenate([words, rows]).astype(np.int32))
+        sent = self.state.send_words(np.concatenate([words, groups, rows]).astype(np.int32))
         step.words.copy_(sent[: len(words)])
+        if step.adapters is not None:
+            step.adapters.put(sent[len(words) : len(words) + len(groups)])
         if batch.given is not None and self._given is not None:
             self._given[: batch.num_tokens] = batch.given
         if step.graph is None:
             self._run(step)
         else:
             step.graph.replay()
-        return tensor(self.kernels.take(self._hidden, sent[len(words) :]))
+        return tensor(self.kernels.take(self._hidden, sent[len(words) + len(groups) :]))
 
     def states(self, count: int) -> torch.Tensor:
         """f32[count, width]: a copy of the states that the last step gave out for its first tokens."""
@@ -154,13 +162,14 @@ class PromptGraphs:
             raise PhaseError("no step has given out states: the network has no taps, or no step has run")
         return self._taps[:count].clone()
 
-    def capture_all(self) -> None:
-        """Capture all sizes now, the largest first."""
+    def capture_all(self, layout: Layout | None = None) -> None:
+        """Capture all sizes now, the largest first. `layout`: of the adapters that the steps serve."""
         for size in reversed(self.sizes.tokens):
-            self._step(size)
+            self._step(size, layout)
 
-    def _step(self, size: int) -> PromptStep:
-        if size not in self._steps:
+    def _step(self, size: int, layout: Layout | None = None) -> PromptStep:
+        key = size, layout
+        if key not in self._steps:
             if self._given is None and self.split.given_width:
                 shape = self.sizes.tokens[-1], self.split.given_width
                 self._given = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
@@ -172,10 +181,12 @@ class PromptGraphs:
                 most, chunked = self.sizes.max_prompts, not self.kernels.deterministic
                 plan = PlanSizes.of(size, num_decodes + most, most, chunked=chunked)
             step = PromptStep.new(self.sizes, size, num_decodes, sorted(rows), self.state.device, plan)
+            if layout is not None and self.adapters is not None:
+                step.adapters = self.adapters.staged(size)
             if self.state.on_gpu:
                 step.graph = self.recorder.record(lambda: self._run(step))
-            self._steps[size] = step
-        return self._steps[size]
+            self._steps[key] = step
+        return self._steps[key]
 
     def _segment(self, size: int) -> AttentionSegment:
         """The prompts of a step, among all of its tokens."""
@@ -209,8 +220,9 @@ class PromptGraphs:
         taps = None if self._taps is None else self._taps[:size]
         given = None if self._given is None else self._given[:size]
         batch = Batch(
-            step.known_ids, step.positions, step.index, (decodes, prompts), None, states=use, given=given, taps=taps
-        )
+            step.known_ids, step.positions, step.index, (decodes, prompts), None, states=use, given=given, taps=taps,
+            adapters=None if step.adapters is None else step.adapters.use,
+        )  # fmt: skip
         hidden = tensor(self.split.hidden(self.kernels, batch, self.storage))
         if self._hidden is None:
             self._hidden = hidden.new_empty((self.sizes.tokens[-1], hidden.shape[1]))

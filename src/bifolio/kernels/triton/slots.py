@@ -11,10 +11,11 @@ import torch
 from bifolio.errors import PhaseError, UnsupportedModelError
 from bifolio.kernels import shared_prefix
 from bifolio.kernels.cuda.row_attention import FEW_SEQUENCES, NEAR_TOKENS
-from bifolio.kernels.interface import Array, Batch, DraftNetwork, Network, SlotSizes, Storage
+from bifolio.kernels.interface import Adapter, AdapterUse, Array, Batch, DraftNetwork, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
+from bifolio.kernels.triton.adapter_slots import AdapterSlots
 from bifolio.kernels.triton.attention import is_composed
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
 from bifolio.kernels.triton.device_state import DeviceState
@@ -59,7 +60,13 @@ class TritonSlots:
         self._kernels, self._sizes, self._vocab_size = kernels, sizes, sizes.vocab_size
         self._storage, self._block_size = storage, storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
-        self.graphs = DecodeGraphs(kernels, network, storage, self.state)
+        self.adapters = AdapterSlots(
+            network.products, kernels.device, kernels.dtype, most_in_batch=sizes.num_slots, most_idle=sizes.max_loras,
+            fixed=kernels.deterministic,
+        )  # fmt: skip
+        self._adapter_of: list[Adapter | None] = [None] * sizes.num_slots
+        self._numbers: tuple[bytes, int, np.ndarray | None] = (b"", 0, None)  # of the slots of the last launch
+        self.graphs = DecodeGraphs(kernels, network, storage, self.state, self.adapters)
         self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
         self._draft_draws = DraftDraws(self.state)
         self.prompts: PromptGraphs | None = None
@@ -69,7 +76,7 @@ class TritonSlots:
                 steps = steps._replace(tokens=(*SMALL, *steps.tokens))
             self.prompts = PromptGraphs(
                 kernels, network.split, network.shapes, network.decode_segment, storage, self.state,
-                self.graphs.recorder, steps,
+                self.graphs.recorder, steps, self.adapters,
             )  # fmt: skip
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
@@ -93,7 +100,16 @@ class TritonSlots:
             return False
         return edits.is_empty or self._has_room_for_edits()
 
-    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
+    def set_params(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        edits: LogitEdits | None,
+        rope: int = 0,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._adapter_of[slot], self._numbers = adapter, (b"", 0, None)
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
         self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
@@ -110,6 +126,21 @@ class TritonSlots:
             self.graphs.edits.set(slot, edits)
         else:
             self.state.set_edits(slot, 0, None)
+
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        return self.adapters.prepare(adapter)
+
+    def stage_adapters(self, use: AdapterUse) -> AdapterUse:
+        return self.adapters.stage(use)
+
+    def _numbers_of(self, slots: np.ndarray) -> np.ndarray | None:
+        """i32[n]: the adapters of these slots; None: they have none."""
+        key = slots.tobytes()
+        if self._numbers[:2] != (key, self.adapters.version):
+            own = [self._adapter_of[slot] for slot in slots.tolist()]
+            numbers = self.adapters.numbers_of(own) if any(own) else None
+            self._numbers = key, self.adapters.version, numbers
+        return self._numbers[2]
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
         if self.graphs.edits is not None:
@@ -175,7 +206,8 @@ class TritonSlots:
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
-        step = self.graphs.launch(slots, self._mode(slots), work, is_near=self._is_near(lengths))
+        numbers, is_near = self._numbers_of(slots), self._is_near(lengths)
+        step = self.graphs.launch(slots, self._mode(slots), work, is_near=is_near, numbers=numbers)
         return self.graphs.tokens(step, len(slots), order)
 
     def _is_near(self, lengths: np.ndarray) -> bool:
@@ -196,9 +228,10 @@ class TritonSlots:
         work = None if tables is None or lengths is None else self._shared_work(slots, tables, lengths)
         self._decoded = slots
         if work is None:
-            is_near = lengths is not None and self._is_near(lengths)
-            return self.graphs.launch(slots, None, is_near=is_near).logits[: len(slots)]
-        logits = self.graphs.launch(slots[work.order], None, work).logits
+            is_near, numbers = lengths is not None and self._is_near(lengths), self._numbers_of(slots)
+            return self.graphs.launch(slots, None, is_near=is_near, numbers=numbers).logits[: len(slots)]
+        ordered = slots[work.order]
+        logits = self.graphs.launch(ordered, None, work, numbers=self._numbers_of(ordered)).logits
         return logits[upload(np.argsort(work.order), logits.device)]
 
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
@@ -231,6 +264,15 @@ class TritonSlots:
             self.draws_from_logits.capture_all(mode, self._vocab_size)
             if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
                 self.graphs.capture_all(mode, shares=True)
+
+    def warm_up_adapters(self) -> None:
+        layout = self.adapters.layout
+        if not layout.sites:
+            return
+        if self.prompts is not None:
+            self.prompts.capture_all(layout)
+        for mode in (Mode(), Mode("filter")):
+            self.graphs.capture_all(mode, layout=layout)
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """Shared work of these slots; searched again only when other slots take part."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bifolio.kernels.interface import NO_SITE, Experts, Linear
+from bifolio.kernels.interface import NO_SITE, Experts, Linear, ProductShape
 from bifolio.model.weights import LayerWeights, ModelWeights
 
 EXPERTS = "experts"
@@ -60,6 +60,21 @@ def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: 
         moe=moe,
         latent=latent,
     )
+
+
+def product_shapes(weights: ModelWeights) -> dict[int, ProductShape]:
+    """The sizes of the products that adapters can change, by their sites; those of experts are not among them."""
+    found: dict[int, ProductShape] = {}
+
+    def note(role: str, linear: Linear) -> Linear:
+        if linear.site != NO_SITE:
+            widths = tuple(int(part.shape[0]) for part in linear.parts)
+            found[linear.site] = ProductShape(widths, linear.in_features)
+        return linear
+
+    for layer in weights.layers:
+        changed_products(layer, note, lambda experts: experts)
+    return found
 
 
 def with_sites(weights: ModelWeights) -> ModelWeights:

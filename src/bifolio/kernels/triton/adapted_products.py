@@ -1,0 +1,28 @@
+"""Products of a pass with adapters, as deferred values: the operation behind a product is fused with its change."""
+
+from __future__ import annotations
+
+import torch
+
+from bifolio.kernels.triton import norm
+from bifolio.kernels.triton.adapters import GroupedRows, ProductPlan, expand, shrink
+from bifolio.kernels.triton.lazy_fusion import Deferred, Product, Sum, tensor
+
+
+def adapted(
+    y: torch.Tensor | Deferred, x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows
+) -> torch.Tensor | Product:
+    """The product y of x with the changes of the adapters of its rows."""
+    if not isinstance(y, Product) or y.value is not None:
+        return expand(tensor(y).clone(), shrink(x, plan, grouped), plan, grouped)
+    plain = y
+
+    def compute(own: Product, activation: str | None, residual: torch.Tensor | None) -> torch.Tensor | Sum:
+        sums = shrink(x, plan, grouped)
+        result = plain.compute(plain, None, residual)
+        if activation is not None and plan.is_gated:
+            return expand(tensor(result), sums, plan, grouped, activation)
+        expand(result.delta if isinstance(result, Sum) else result, sums, plan, grouped)
+        return result if activation is None else norm.act_mul(tensor(result), activation)
+
+    return Product(y.x, y.linear, compute, is_adapted=True)  # type: ignore[arg-type]

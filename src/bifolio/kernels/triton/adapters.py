@@ -1,0 +1,268 @@
+# mypy: disallow-untyped-decorators=False
+"""Low-rank changes of products, for rows with different adapters in one pass: two kernels for each product.
+
+    shrink   sums[split, part, place] = x[row of place] @ down.T     over one share of the columns of x
+    expand   y[row of place] += sum over splits @ up.T + bias        or with the activation of gate and up behind it
+
+Rows are grouped by adapter: a tile is a few rows of one adapter, and a place is an index into the grouped rows.
+
+    order    i32[rows]        row of each place
+    tiles    i32[3, tiles]    adapter (-1: none), first place, number of places (0: the tile is unused)
+    table    i64[adapters, entries, 4]   of each part of each product: places of `down`, `up` and the bias behind `base`,
+                                         in elements, and the rank, a multiple of 16 (0: the part is not changed)
+
+The shares of a depth depend on the depth alone, and every sum is added in one order: the result of a row depends on
+the row and its adapter alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.triton.norm import ACTIVATIONS, gated
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+
+RANKS = 16  # columns of `sums` per program of `shrink`; ranks are padded to multiples of it
+FEWEST_ROWS, MOST_ROWS = 16, 64  # of a tile
+MANY_ROWS = 512  # of a pass, from which tiles are large
+SHORTEST_SHARE, MOST_SHARES, BLOCK = 512, 8, 128
+OUTPUTS = 128  # columns of y per program of `expand`
+NO_ACTIVATION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """One product of the network, for the kernels."""
+
+    first_entry: int  # of its parts in the table
+    widths: tuple[int, ...]  # outputs of its parts, side by side
+    depth: int
+    blocks: torch.Tensor  # i32[blocks, 4]  part, its width, first output in it, its first column
+
+    @classmethod
+    def of(cls, first_entry: int, widths: tuple[int, ...], depth: int, device: str) -> ProductPlan:
+        rows, column = [], 0
+        for part, width in enumerate(widths):
+            rows += [[part, width, start, column] for start in range(0, width, OUTPUTS)]
+            column += width
+        return cls(first_entry, widths, depth, torch.tensor(rows, dtype=torch.int32).to(device))
+
+    @property
+    def share(self) -> int:
+        """Columns of x that one program adds up."""
+        shares = max(min(self.depth // SHORTEST_SHARE, MOST_SHARES), 1)
+        return triton.cdiv(triton.cdiv(self.depth, shares), BLOCK) * BLOCK
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether gate and up are two parts, so that the activation can follow in the same kernel."""
+        return len(self.widths) == 2 and self.widths[0] == self.widths[1]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The rows of a pass by adapter, on the device, and the matrices of the adapters."""
+
+    base: torch.Tensor  # places in the table count from its first element
+    table: torch.Tensor
+    order: torch.Tensor
+    tiles: torch.Tensor
+    width: int  # largest rank that a pass can have
+    rows: int  # of a tile, at most
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "first_entry", "num_entries"])
+def _shrink_kernel(
+    x: tl.tensor,  # [rows, depth]
+    base: tl.tensor,
+    table: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    sums: tl.tensor,  # f32[splits, parts, rows, width]
+    num_rows: tl.tensor,
+    num_tiles: tl.tensor,
+    x_stride: tl.tensor,
+    first_entry: tl.tensor,
+    num_entries: tl.tensor,
+    DEPTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    tile, split = tl.program_id(0), tl.program_id(2)
+    part, first_rank = tl.program_id(1) // (WIDTH // RANKS), tl.program_id(1) % (WIDTH // RANKS) * RANKS
+    adapter = tl.load(tiles + tile)  # tiles and table are complete before the first layer
+    first = tl.load(tiles + num_tiles + tile)
+    count = tl.load(tiles + 2 * num_tiles + tile)
+    has_adapter = adapter >= 0
+    entry = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + first_entry + part) * 4
+    down = tl.multiple_of(tl.load(entry, mask=has_adapter, other=0), 16)
+    own_rank = tl.load(entry + 3, mask=has_adapter, other=0)
+    wait_for_inputs()
+    if first_rank >= own_rank:
+        return
+    member = tl.arange(0, ROWS)
+    exists = member < count
+    place = first + member
+    row = tl.load(order + place, mask=exists, other=0)
+    rank = first_rank + tl.arange(0, RANKS)
+    x_source = x + row.to(tl.int64)[:, None] * x_stride
+    source = base + down + rank.to(tl.int64)[:, None] * DEPTH
+    total = tl.zeros([ROWS, RANKS], tl.float32)
+    begin = split * SHARE
+    for start in tl.range(begin, tl.minimum(begin + SHARE, DEPTH), BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < DEPTH
+        values = tl.load(x_source + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(source + column[None, :], mask=inside[None, :], other=0.0)
+        total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
+    target = sums + ((split * PARTS + part).to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
+    tl.store(target, total, mask=exists[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "first_entry", "num_entries"])
+def _expand_kernel(
+    sums: tl.tensor,  # f32[splits, parts, rows, width]
+    base: tl.tensor,
+    table: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    blocks: tl.tensor,  # i32[blocks, 4]
+    y: tl.tensor,  # [rows, columns]  changed in place, or read where there is an activation
+    out: tl.tensor,  # [rows, width of the gate]
+    num_rows: tl.tensor,
+    num_tiles: tl.tensor,
+    y_stride: tl.tensor,
+    out_stride: tl.tensor,
+    first_entry: tl.tensor,
+    num_entries: tl.tensor,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of a gate, the first part; -1: none
+    PRECISION: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    block = blocks + tl.program_id(1) * 4
+    adapter = tl.load(tiles + tile)
+    first = tl.load(tiles + num_tiles + tile)
+    count = tl.load(tiles + 2 * num_tiles + tile)
+    part, part_width, first_output, column = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    has_adapter = adapter >= 0
+    entry = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + first_entry + part) * 4
+    is_unchanged = count == 0
+    if ACTIVATION < 0:
+        is_unchanged = tl.load(entry + 3, mask=has_adapter, other=0) == 0
+    wait_for_inputs()
+    if is_unchanged:
+        return
+    member = tl.arange(0, ROWS)
+    exists = member < count
+    place = first + member
+    row = tl.load(order + place, mask=exists, other=0).to(tl.int64)
+    output = first_output + tl.arange(0, OUTPUTS)
+    written = output < part_width
+    inside = exists[:, None] & written[None, :]
+    target = y + row[:, None] * y_stride + (column + output)[None, :]
+    values = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    values += _change(
+        sums, base, entry, has_adapter, part, place, exists, output, written, num_rows,
+        SPLITS, RANKS, WIDTH, PARTS, ROWS, OUTPUTS, PRECISION,
+    )  # fmt: skip
+    if ACTIVATION >= 0:
+        up = tl.load(target + part_width, mask=inside, other=0.0).to(tl.float32)
+        up += _change(
+            sums, base, entry + 4, has_adapter, part + 1, place, exists, output, written, num_rows,
+            SPLITS, RANKS, WIDTH, PARTS, ROWS, OUTPUTS, PRECISION,
+        )  # fmt: skip
+        values = gated(values, up, ACTIVATION)
+        target = out + row[:, None] * out_stride + output[None, :]
+        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(target, values.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _change(
+    sums: tl.tensor,
+    base: tl.tensor,
+    entry: tl.tensor,
+    has_adapter: tl.tensor,
+    part: tl.tensor,
+    place: tl.tensor,  # i32[rows]
+    exists: tl.tensor,
+    output: tl.tensor,  # i32[outputs]
+    written: tl.tensor,
+    num_rows: tl.tensor,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """f32[rows, outputs]: the change of these outputs of a part."""
+    up = tl.multiple_of(tl.load(entry + 1, mask=has_adapter, other=0), 16)
+    bias = tl.load(entry + 2, mask=has_adapter, other=-1)
+    own_rank = tl.multiple_of(tl.load(entry + 3, mask=has_adapter, other=0), 16)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, own_rank.to(tl.int32), RANKS):
+        rank = start + tl.arange(0, RANKS)
+        mixed = tl.zeros([ROWS, RANKS], tl.float32)
+        for split in tl.static_range(SPLITS):
+            source = sums + ((split * PARTS + part).to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
+            mixed += tl.load(source, mask=exists[:, None], other=0.0)
+        weights = tl.load(
+            base + up + output.to(tl.int64)[:, None] * own_rank + rank[None, :], mask=written[:, None], other=0.0
+        )
+        total = tl.dot(mixed.to(base.dtype.element_ty), tl.trans(weights), total, input_precision=PRECISION)
+    added = tl.load(base + bias + output, mask=written & (output * 0 + bias >= 0), other=0.0).to(tl.float32)
+    return total + added[None, :]
+
+
+def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Tensor:
+    """f32[splits, parts, rows, width]; defined at the ranks that each adapter has."""
+    num_rows, num_tiles, parts = x.shape[0], grouped.tiles.shape[1], len(plan.widths)
+    splits = triton.cdiv(plan.depth, plan.share)
+    sums = torch.empty((splits, parts, num_rows, grouped.width), dtype=torch.float32, device=x.device)
+    _shrink_kernel[(num_tiles, parts * (grouped.width // RANKS), splits)](
+        x, grouped.base, grouped.table, grouped.order, grouped.tiles, sums, num_rows, num_tiles, x.stride(0),
+        plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, BLOCK=BLOCK, ROWS=grouped.rows,
+        RANKS=RANKS, WIDTH=grouped.width, PARTS=parts, PRECISION=_precision(x), num_warps=2, num_stages=4,
+        **OVERLAPPED,
+    )  # fmt: skip
+    return sums
+
+
+def expand(
+    y: torch.Tensor, sums: torch.Tensor, plan: ProductPlan, grouped: GroupedRows, activation: str | None = None
+) -> torch.Tensor:
+    """y, changed in place; with an activation, which a gated plan can have, the activated rows."""
+    num_rows, num_tiles = y.shape[0], grouped.tiles.shape[1]
+    blocks, out, kind = len(plan.blocks), y, NO_ACTIVATION
+    if activation is not None:
+        blocks, kind = blocks // 2, ACTIVATIONS[activation]
+        out = torch.empty((num_rows, plan.widths[0]), dtype=y.dtype, device=y.device)
+    _expand_kernel[(num_tiles, blocks)](
+        sums, grouped.base, grouped.table, grouped.order, grouped.tiles, plan.blocks, y, out, num_rows, num_tiles,
+        y.stride(0), out.stride(0), plan.first_entry, grouped.table.shape[1], SPLITS=sums.shape[0], ROWS=grouped.rows,
+        OUTPUTS=OUTPUTS, RANKS=RANKS, WIDTH=grouped.width, PARTS=len(plan.widths), ACTIVATION=kind,
+        PRECISION=_precision(grouped.base), num_warps=4, **OVERLAPPED,
+    )  # fmt: skip
+    return out
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
