@@ -44,7 +44,7 @@ class NullDevice:
     def draws(self, params: Any, edits: Any) -> bool:
         return True
 
-    def set_params(self, slot: int, params: Any, seed: int, edits: Any) -> None:
+    def set_params(self, slot: int, params: Any, seed: int, edits: Any, rope: int = 0, adapter: Any = None) -> None:
         self._scored[slot] = params.needs_logprobs
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Any) -> None: ...
@@ -86,6 +86,14 @@ class NullDevice:
         return None
 
     def warm_up(self) -> None: ...
+
+    def warm_up_adapters(self) -> None: ...
+
+    def prepare_adapter(self, adapter: Any) -> Any:
+        return adapter
+
+    def stage_adapters(self, use: Any) -> Any:
+        return use
 
     def _drawn(self, slots: np.ndarray) -> DrawnTokens:
         count = len(slots)

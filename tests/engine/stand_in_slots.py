@@ -14,7 +14,7 @@ import numpy as np
 
 from bifolio.cache.table_states import StatePass
 from bifolio.engine.host_batch import HostBatch, Run
-from bifolio.kernels.interface import Batch, Network, SlotSizes, Storage, TokenScores
+from bifolio.kernels.interface import Adapter, AdapterUse, Batch, Network, SlotSizes, Storage, TokenScores
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sampling.sampler import NOTHING, Sampler, SamplingTable
@@ -63,6 +63,7 @@ class StandInSlots:
         self._outputs: list[list[int]] = [[] for _ in range(sizes.num_slots)]
         self._options: list[tuple[SamplingParams, int, bool]] = [(SamplingParams(), 0, False)] * sizes.num_slots
         self._edits: list[LogitEdits | None] = [None] * sizes.num_slots
+        self._adapters: dict[int, Adapter | None] = {}
         self._ropes: dict[int, int] = {}  # added to the positions of a slot's tokens
         self._states: dict[int, StatePass] = {}  # of the next decode step of each slot; empty: no recurrent layers
         self._sent: tuple[np.ndarray, np.ndarray] | None = None  # slots, rows of masks
@@ -73,7 +74,16 @@ class StandInSlots:
     def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
         return (params.logprobs or 0) <= NUM_TOP
 
-    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
+    def set_params(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        edits: LogitEdits | None,
+        rope: int = 0,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._adapters[slot] = adapter
         self._options[slot] = replace(params, min_tokens=0), seed, edits is not None and edits.has_mask
         self._edits[slot], self._ropes[slot] = edits, rope
         self._set(slot, np.zeros(0, np.int32), [])
@@ -145,12 +155,20 @@ class StandInSlots:
 
     def warm_up(self) -> None: ...
 
+    def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        return self._kernels.prepare_adapter(adapter)
+
+    def stage_adapters(self, use: AdapterUse) -> AdapterUse:
+        return use
+
+    def warm_up_adapters(self) -> None: ...
+
     def _forward(self, slots: np.ndarray) -> np.ndarray:
         if self._logits is not None:
             self._logits[:] = np.nan
         tokens = np.maximum(self._tokens[slots], 0)
         runs = [
-            Run(int(s), int(self._lengths[s]), (int(t),), self._ropes.get(int(s), 0))
+            Run(int(s), int(self._lengths[s]), (int(t),), self._ropes.get(int(s), 0), self._adapters.get(int(s)))
             for s, t in zip(slots, tokens, strict=True)
         ]
         states = [self._states.pop(int(slot)) for slot in slots] if self._states else None

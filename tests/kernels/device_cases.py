@@ -14,10 +14,21 @@ from bifolio.config import CacheConfig
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
-from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, Linear, SlotSizes
+from bifolio.kernels.interface import (
+    Adapter,
+    AdapterUse,
+    AttentionPhase,
+    DeviceMemory,
+    DeviceSlots,
+    KernelSet,
+    Linear,
+    LowRank,
+    SlotSizes,
+)
 from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.select import CANDIDATES
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.model.adapters.sites import product_shapes
 from bifolio.model.draft_head import prepare_head
 from bifolio.model.eagle import load_eagle
 from bifolio.quant.formats import QuantFormat
@@ -285,8 +296,23 @@ def device_slots(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     watched = Watched(slots)
     found = _decode_by_slots(kernels, watched, logits, kernels.to_host(batch.taps))
     _check_drafts(kernels, watched, runner)
+    _check_adapters(kernels, watched, runner, rng)
     assert watched.used == protocol_members(DeviceSlots)
     return found
+
+
+def _check_adapters(kernels: KernelSet, slots: Any, runner: ModelRunner, rng: np.random.Generator) -> None:
+    """A captured step with an adapter gives the logits of a pass that is launched kernel by kernel."""
+    site, shape = next(iter(product_shapes(runner.weights).items()))
+    change = LowRank(0, normal(rng, 4, shape.inputs), normal(rng, shape.widths[0], 4))
+    adapter, batch = slots.prepare_adapter(Adapter({site: (change,)})), prompt_batch()
+    slots.warm_up_adapters()
+    use = AdapterUse((adapter,), np.zeros(batch.num_tokens, np.int32))
+    staged = replace(batch.to(kernels), adapters=slots.stage_adapters(use))
+    expected, plain = (kernels.to_host(runner.run(each)) for each in (staged, batch.to(kernels)))
+    captured = slots.prompt_logits(replace(batch.on_host(), adapters=use), np.array([2, 0], np.int32))
+    assert np.abs(kernels.to_host(captured) - expected).max() < 0.05 * expected.std()
+    assert np.abs(plain - expected).max() > 0.1 * expected.std()
 
 
 def _decode_by_verbs(kernels: KernelSet, runner: ModelRunner, first: np.ndarray) -> Outputs:

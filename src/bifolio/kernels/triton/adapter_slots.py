@@ -86,7 +86,7 @@ class AdapterSlots:
             first += len(shape.widths)
         self._base = torch.zeros(ALIGNMENT, dtype=dtype, device=device)
         self._table = torch.tensor(UNCHANGED).repeat(self._capacity, max(first, 1), 1).to(device)
-        self._held: OrderedDict[PackedAdapter, tuple[int, torch.Tensor]] = OrderedDict()  # the least recently used first
+        self._held: OrderedDict[PackedAdapter, tuple[int, torch.Tensor]] = OrderedDict()  # oldest use first
         self._free = list(range(self._capacity))
         self._lock = threading.Lock()  # of `layout`, which grows on the threads that load adapters
         self.layout = Layout(frozenset(), RANKS)
@@ -104,7 +104,7 @@ class AdapterSlots:
         missing = sorted(set(adapter.products) - set(self._plans))
         if missing:
             raise ConfigError(
-                f"the adapter changes product {missing[0]} of the network, which a GPU computes as one with its experts: "
+                f"the adapter changes the product of site {missing[0]}, which a GPU computes as one with its experts: "
                 "pass device='cpu', or merge the adapter into the model"
             )
         packed = self._packed(adapter.products)

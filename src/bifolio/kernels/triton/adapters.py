@@ -8,8 +8,8 @@ Rows are grouped by adapter: a tile is a few rows of one adapter, and a place is
 
     order    i32[rows]        row of each place
     tiles    i32[3, tiles]    adapter (-1: none), first place, number of places (0: the tile is unused)
-    table    i64[adapters, entries, 4]   of each part of each product: places of `down`, `up` and the bias behind `base`,
-                                         in elements, and the rank, a multiple of 16 (0: the part is not changed)
+    table    i64[adapters, entries, 4]   of each part of each product: places of `down`, `up` and the bias, in elements
+                                         behind `base`, and the rank, a multiple of 16 (0: the part is not changed)
 
 The shares of a depth depend on the depth alone, and every sum is added in one order: the result of a row depends on
 the row and its adapter alone.
@@ -55,7 +55,7 @@ class ProductPlan:
     def share(self) -> int:
         """Columns of x that one program adds up."""
         shares = max(min(self.depth // SHORTEST_SHARE, MOST_SHARES), 1)
-        return triton.cdiv(triton.cdiv(self.depth, shares), BLOCK) * BLOCK
+        return -(-self.depth // (shares * BLOCK)) * BLOCK
 
     @property
     def is_gated(self) -> bool:

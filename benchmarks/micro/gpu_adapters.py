@@ -1,0 +1,182 @@
+"""Micro-benchmark: decode steps on a GPU with low-rank adapters, on a shape with random weights (docs/lora.md).
+
+    python -m benchmarks.micro.gpu_adapters [--shape llama-8b] [--rank 16] [--rounds 3] [--tokens 64] [--out FILE]
+
+Adapters change all matrices of attention and of the MLPs. One engine runs the workloads in turns; a row is the median
+over the rounds, beside the base at the same number of sequences. The last rows are the base before any adapter is
+loaded, and the longest step of running requests while an adapter is read from a file and used for the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import SHAPES, tiny
+from bifolio import LLM, SamplingParams
+from bifolio.config import ModelConfig
+from bifolio.engine.adapters import LoadedAdapter
+from bifolio.model.adapters.adapter import AdapterWeights, read_adapter
+from bifolio.model.adapters.layout import traced_layers
+from bifolio.model.families import family_of
+from bifolio.model.huggingface.safetensors_file import write_safetensors
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.tensor_names import assemble
+
+PROMPT = 32  # tokens
+WORKLOADS = ((1, 0), (1, 1), (8, 0), (8, 1), (8, 8), (64, 0), (64, 1), (64, 8), (64, 64))  # sequences, adapters
+MOST = 64  # adapters
+
+
+def random_model(config: ModelConfig, device: str) -> LoadedModel:
+    """Weights on the device, in the type of its products."""
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(0)
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+
+    def matrix(name: str, size: tuple[int, ...]) -> Any:
+        return torch.empty(size, dtype=dtype, device=device).normal_(0.0, size[-1] ** -0.5, generator=generator)
+
+    def vector(name: str, size: tuple[int, ...]) -> Any:
+        return torch.full(size, 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float32, device=device)
+
+    return LoadedModel(Path("random"), config, weights=assemble(config, family_of(config).hf_names, matrix, vector))
+
+
+def write_adapter(config: ModelConfig, folder: Path, rank: int) -> Path:
+    """A random adapter of every matrix of attention and of the MLPs, in half floats."""
+    rng, tensors, modules = np.random.default_rng(0), {}, set()
+    for layer in traced_layers(config, "hf"):
+        for linear in (layer.qkv, layer.output, layer.up, layer.down):
+            for part in linear.parts:
+                module = part.name.removesuffix(".weight")
+                modules.add(module.rpartition(".")[2])
+                for side, shape in (("A", (rank, part.shape[1])), ("B", (part.shape[0], rank))):
+                    values = (rng.random(shape, dtype=np.float32) - 0.5) * np.float32(0.02)
+                    tensors[f"base_model.model.{module}.lora_{side}.weight"] = values.astype(np.float16)
+    folder.mkdir()
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def prepared(llm: LLM, weights: AdapterWeights, count: int) -> list[LoadedAdapter]:
+    """The same numbers as so many adapters, each with its own place in memory."""
+    device = llm.engine.slots.device
+    prepare = llm.engine.runner.kernels.prepare_adapter if device is None else device.prepare_adapter
+    return [LoadedAdapter(f"a{number}", weights, prepare(weights.weights)) for number in range(count)]
+
+
+def begin(llm: LLM, sequences: int, adapters: list[LoadedAdapter], tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    for number in range(sequences):
+        own = adapters[number % len(adapters)] if adapters else None
+        llm.engine.add_request(f"r{number}", rng.integers(10, 400, PROMPT).tolist(), params, adapter=own)
+
+
+def step_seconds(llm: LLM, sequences: int, adapters: list[LoadedAdapter], tokens: int) -> float:
+    """Seconds of a decode step of all sequences: a mean over the tokens behind the first ones."""
+    begin(llm, sequences, adapters, tokens)
+    times = []
+    while llm.engine.has_work:
+        results = llm.engine.step()
+        if sum(result.token is not None for result in results) == sequences:
+            times.append(time.perf_counter())
+    warm = len(times) // 4
+    return (times[-1] - times[warm]) / (len(times) - 1 - warm)
+
+
+def hot_load(llm: LLM, folder: Path) -> tuple[float, float, float]:
+    """(seconds of reading an adapter, the longest step of others meanwhile and at its first use, their median)."""
+    begin(llm, 8, [], 400)
+    for _ in range(20):
+        llm.engine.step()
+    done: list[float] = []
+
+    def load() -> None:
+        started = time.perf_counter()
+        llm.engine.adapters.load("hot", folder)
+        done.append(time.perf_counter() - started)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    steps, is_used = [], False
+    while llm.engine.has_work:
+        if done and not is_used:
+            is_used = True
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+            llm.engine.add_request("hot", [5, 6, 7], params, adapter=llm.engine.adapters.get("hot"))
+        started = time.perf_counter()
+        llm.engine.step()
+        steps.append(time.perf_counter() - started)
+    thread.join()
+    return done[0], max(steps), statistics.median(steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-8b")
+    parser.add_argument("--tiny", action="store_true", help="few small layers, to try the program")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--most", type=int, default=MOST, help="adapters in memory")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = SHAPES[args.shape]
+    config = tiny(config) if args.tiny else config
+    options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 64, "enable_prefix_caching": False}
+    options |= {"device": args.device, "max_loras": args.most, "warm_up": args.device != "cpu"}
+    options |= {"num_blocks": 4500, "block_size": 16}
+    workloads = [each for each in WORKLOADS if each[1] <= args.most]
+    with LLM(random_model(config, args.device), **options) as llm, tempfile.TemporaryDirectory() as temporary:
+        bare = {count: step_seconds(llm, count, [], args.tokens) for count in (1, 8, 64)}
+        folder = write_adapter(config, Path(temporary) / "adapter", args.rank)
+        weights = read_adapter(folder, config)
+        started = time.perf_counter()
+        adapters = prepared(llm, weights, args.most)
+        size, seconds = weights.num_parameters / 5e5, time.perf_counter() - started
+        print(f"{args.most} adapters of {size:.0f} MB packed in {seconds:.1f} s")
+        found: dict[tuple[int, int], list[float]] = {each: [] for each in workloads}
+        for each in workloads:
+            step_seconds(llm, each[0], adapters[: each[1]], args.tokens)  # captures
+        for _ in range(args.rounds):
+            for each in workloads:
+                found[each].append(step_seconds(llm, each[0], adapters[: each[1]], args.tokens))
+        rows = [describe(each, times, found[each[0], 0], bare[each[0]]) for each, times in found.items()]
+        for _ in range(2):
+            hot = hot_load(llm, folder)
+            llm.engine.adapters.unload("hot")
+    loading, longest, usual = (1e3 * seconds for seconds in hot)
+    print(f"hot load {loading:.0f} ms; the longest step of others {longest:.1f} ms, their median {usual:.2f} ms")
+    if args.out is not None:
+        args.out.write_text(json.dumps({"rows": rows, "hot_load": hot}, indent=1))
+
+
+def describe(workload: tuple[int, int], times: list[float], base: list[float], bare: float) -> dict[str, Any]:
+    ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
+    row = {"sequences": workload[0], "adapters": workload[1], "ms": [1e3 * n for n in times], "to_base": ratio}
+    row["to_engine_without"] = statistics.median(times) / bare
+    print(
+        f"{workload[0]:3} sequences, {workload[1]:2} adapters {statistics.median(times) * 1e3:8.3f} ms a step "
+        f"({min(times) * 1e3:.3f} to {max(times) * 1e3:.3f}), {ratio:.3f} of the base, "
+        f"{row['to_engine_without']:.3f} of an engine without adapters",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    main()
