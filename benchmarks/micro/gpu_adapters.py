@@ -139,7 +139,7 @@ def main() -> None:
     config = tiny(config) if args.tiny else config
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 64, "enable_prefix_caching": False}
     options |= {"device": args.device, "max_loras": args.most, "warm_up": args.device != "cpu"}
-    options |= {"num_blocks": 4500, "block_size": 16}
+    options |= {"num_blocks": 1200, "block_size": 64}
     workloads = [each for each in WORKLOADS if each[1] <= args.most]
     with LLM(random_model(config, args.device), **options) as llm, tempfile.TemporaryDirectory() as temporary:
         bare = {count: step_seconds(llm, count, [], args.tokens) for count in (1, 8, 64)}

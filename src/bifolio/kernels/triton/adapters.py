@@ -29,7 +29,7 @@ from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 RANKS = 16  # columns of `sums` per program of `shrink`; ranks are padded to multiples of it
 FEWEST_ROWS, MOST_ROWS = 16, 64  # of a tile
 MANY_ROWS = 512  # of a pass, from which tiles are large
-SHORTEST_SHARE, MOST_SHARES, BLOCK = 512, 8, 128
+BLOCK, MOST_SHARES = 512, 16  # columns of x per tile of `shrink`; programs that share a depth
 OUTPUTS = 128  # columns of y per program of `expand`
 NO_ACTIVATION = -1
 
@@ -52,10 +52,18 @@ class ProductPlan:
         return cls(first_entry, widths, depth, torch.tensor(rows, dtype=torch.int32).to(device))
 
     @property
+    def block(self) -> int:
+        """Columns of x of a tile."""
+        return min(max(triton.next_power_of_2(self.depth), FEWEST_ROWS), BLOCK)
+
+    @property
     def share(self) -> int:
         """Columns of x that one program adds up."""
-        shares = max(min(self.depth // SHORTEST_SHARE, MOST_SHARES), 1)
-        return -(-self.depth // (shares * BLOCK)) * BLOCK
+        return -(-self.depth // (MOST_SHARES * self.block)) * self.block
+
+    @property
+    def is_aligned(self) -> bool:
+        return all(width % 16 == 0 for width in self.widths)
 
     @property
     def is_gated(self) -> bool:
@@ -106,21 +114,28 @@ def _shrink_kernel(
     entry = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + first_entry + part) * 4
     down = tl.multiple_of(tl.load(entry, mask=has_adapter, other=0), 16)
     own_rank = tl.load(entry + 3, mask=has_adapter, other=0)
-    wait_for_inputs()
-    if first_rank >= own_rank:
-        return
     member = tl.arange(0, ROWS)
     exists = member < count
     place = first + member
     row = tl.load(order + place, mask=exists, other=0)
     rank = first_rank + tl.arange(0, RANKS)
-    x_source = x + row.to(tl.int64)[:, None] * x_stride
+    known = rank < own_rank
     source = base + down + rank.to(tl.int64)[:, None] * DEPTH
-    total = tl.zeros([ROWS, RANKS], tl.float32)
     begin = split * SHARE
-    for start in tl.range(begin, tl.minimum(begin + SHARE, DEPTH), BLOCK):
+    end = tl.minimum(begin + SHARE, DEPTH)
+    column = begin + tl.arange(0, BLOCK)
+    inside = column < end
+    weights = tl.load(source + column[None, :], mask=inside[None, :] & known[:, None], other=0.0)
+    wait_for_inputs()
+    if first_rank >= own_rank:
+        return
+    x_source = x + row.to(tl.int64)[:, None] * x_stride
+    total = tl.zeros([ROWS, RANKS], tl.float32)
+    values = tl.load(x_source + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+    total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
+    for start in tl.range(begin + BLOCK, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < DEPTH
+        inside = column < end
         values = tl.load(x_source + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
         weights = tl.load(source + column[None, :], mask=inside[None, :], other=0.0)
         total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
@@ -151,6 +166,7 @@ def _expand_kernel(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of a gate, the first part; -1: none
+    ALIGNED: tl.constexpr,  # columns of parts are multiples of 16
     PRECISION: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
@@ -161,30 +177,38 @@ def _expand_kernel(
     part, part_width, first_output, column = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     has_adapter = adapter >= 0
     entry = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + first_entry + part) * 4
+    up_place, bias, own_rank = _places(entry, has_adapter)
     is_unchanged = count == 0
     if ACTIVATION < 0:
-        is_unchanged = tl.load(entry + 3, mask=has_adapter, other=0) == 0
-    wait_for_inputs()
-    if is_unchanged:
-        return
+        is_unchanged = own_rank == 0
     member = tl.arange(0, ROWS)
     exists = member < count
     place = first + member
     row = tl.load(order + place, mask=exists, other=0).to(tl.int64)
+    first_output = tl.multiple_of(first_output, 16)
+    if ALIGNED:
+        column, part_width = tl.multiple_of(column, 16), tl.multiple_of(part_width, 16)
     output = first_output + tl.arange(0, OUTPUTS)
     written = output < part_width
     inside = exists[:, None] & written[None, :]
+    weights = _weights(base, up_place, own_rank, output, written, 0, RANKS)  # they do not depend on earlier kernels
+    if ACTIVATION >= 0:
+        partner_place, partner_bias, partner_rank = _places(entry + 4, has_adapter)
+        partner_weights = _weights(base, partner_place, partner_rank, output, written, 0, RANKS)
+    wait_for_inputs()
+    if is_unchanged:
+        return
     target = y + row[:, None] * y_stride + (column + output)[None, :]
     values = tl.load(target, mask=inside, other=0.0).to(tl.float32)
     values += _change(
-        sums, base, entry, has_adapter, part, place, exists, output, written, num_rows,
-        SPLITS, RANKS, WIDTH, PARTS, ROWS, OUTPUTS, PRECISION,
+        sums, base, weights, up_place, bias, own_rank, part, place, exists, output, written, num_rows,
+        SPLITS, RANKS, WIDTH, PARTS, PRECISION,
     )  # fmt: skip
     if ACTIVATION >= 0:
         up = tl.load(target + part_width, mask=inside, other=0.0).to(tl.float32)
         up += _change(
-            sums, base, entry + 4, has_adapter, part + 1, place, exists, output, written, num_rows,
-            SPLITS, RANKS, WIDTH, PARTS, ROWS, OUTPUTS, PRECISION,
+            sums, base, partner_weights, partner_place, partner_bias, partner_rank, part + 1, place, exists, output,
+            written, num_rows, SPLITS, RANKS, WIDTH, PARTS, PRECISION,
         )  # fmt: skip
         values = gated(values, up, ACTIVATION)
         target = out + row[:, None] * out_stride + output[None, :]
@@ -194,11 +218,37 @@ def _expand_kernel(
 
 
 @triton.jit
+def _places(entry: tl.tensor, has_adapter: tl.tensor) -> tl.tensor:
+    """(place of `up`, place of the bias, rank) of a part."""
+    up = tl.multiple_of(tl.load(entry + 1, mask=has_adapter, other=0), 16)
+    bias = tl.load(entry + 2, mask=has_adapter, other=-1)
+    return up, bias, tl.multiple_of(tl.load(entry + 3, mask=has_adapter, other=0), 16)
+
+
+@triton.jit
+def _weights(
+    base: tl.tensor,
+    up: tl.tensor,
+    own_rank: tl.tensor,
+    output: tl.tensor,
+    written: tl.tensor,
+    first_rank: tl.tensor,
+    RANKS: tl.constexpr,
+) -> tl.tensor:
+    """[outputs, ranks]: a part of `up`; zeros where the part is not changed."""
+    rank = first_rank + tl.arange(0, RANKS)
+    source = base + up + output.to(tl.int64)[:, None] * own_rank + rank[None, :]
+    return tl.load(source, mask=written[:, None] & (rank < own_rank)[None, :], other=0.0)
+
+
+@triton.jit
 def _change(
     sums: tl.tensor,
     base: tl.tensor,
-    entry: tl.tensor,
-    has_adapter: tl.tensor,
+    weights: tl.tensor,  # [outputs, ranks]  the first ranks of `up`
+    up: tl.tensor,
+    bias: tl.tensor,
+    own_rank: tl.tensor,
     part: tl.tensor,
     place: tl.tensor,  # i32[rows]
     exists: tl.tensor,
@@ -209,27 +259,41 @@ def _change(
     RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """f32[rows, outputs]: the change of these outputs of a part."""
-    up = tl.multiple_of(tl.load(entry + 1, mask=has_adapter, other=0), 16)
-    bias = tl.load(entry + 2, mask=has_adapter, other=-1)
-    own_rank = tl.multiple_of(tl.load(entry + 3, mask=has_adapter, other=0), 16)
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in range(0, own_rank.to(tl.int32), RANKS):
-        rank = start + tl.arange(0, RANKS)
-        mixed = tl.zeros([ROWS, RANKS], tl.float32)
-        for split in tl.static_range(SPLITS):
-            source = sums + ((split * PARTS + part).to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
-            mixed += tl.load(source, mask=exists[:, None], other=0.0)
-        weights = tl.load(
-            base + up + output.to(tl.int64)[:, None] * own_rank + rank[None, :], mask=written[:, None], other=0.0
-        )
-        total = tl.dot(mixed.to(base.dtype.element_ty), tl.trans(weights), total, input_precision=PRECISION)
+    mixed = _mixed(sums, part, place, exists, num_rows, own_rank, 0, SPLITS, RANKS, WIDTH, PARTS)
+    total = tl.dot(mixed.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
+    for start in range(RANKS, own_rank.to(tl.int32), RANKS):
+        mixed = _mixed(sums, part, place, exists, num_rows, own_rank, start, SPLITS, RANKS, WIDTH, PARTS)
+        weights = _weights(base, up, own_rank, output, written, start, RANKS)
+        total = tl.dot(mixed.to(weights.dtype), tl.trans(weights), total, input_precision=PRECISION)
     added = tl.load(base + bias + output, mask=written & (output * 0 + bias >= 0), other=0.0).to(tl.float32)
     return total + added[None, :]
+
+
+@triton.jit
+def _mixed(
+    sums: tl.tensor,
+    part: tl.tensor,
+    place: tl.tensor,
+    exists: tl.tensor,
+    num_rows: tl.tensor,
+    own_rank: tl.tensor,
+    first_rank: tl.tensor,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """f32[rows, ranks]: x @ down.T, the sum over the shares of x; zeros where the part is not changed."""
+    rank = first_rank + tl.arange(0, RANKS)
+    inside = exists[:, None] & (rank < own_rank)[None, :]
+    source = sums + (part.to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
+    total = tl.load(source, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(source + split * (num_rows.to(tl.int64) * (PARTS * WIDTH)), mask=inside, other=0.0)
+    return total
 
 
 def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Tensor:
@@ -239,9 +303,9 @@ def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Te
     sums = torch.empty((splits, parts, num_rows, grouped.width), dtype=torch.float32, device=x.device)
     _shrink_kernel[(num_tiles, parts * (grouped.width // RANKS), splits)](
         x, grouped.base, grouped.table, grouped.order, grouped.tiles, sums, num_rows, num_tiles, x.stride(0),
-        plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, BLOCK=BLOCK, ROWS=grouped.rows,
-        RANKS=RANKS, WIDTH=grouped.width, PARTS=parts, PRECISION=_precision(x), num_warps=2, num_stages=4,
-        **OVERLAPPED,
+        plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, BLOCK=plan.block,
+        ROWS=grouped.rows, RANKS=RANKS, WIDTH=grouped.width, PARTS=parts, PRECISION=_precision(x), num_warps=4,
+        num_stages=2, **OVERLAPPED,
     )  # fmt: skip
     return sums
 
@@ -259,7 +323,7 @@ def expand(
         sums, grouped.base, grouped.table, grouped.order, grouped.tiles, plan.blocks, y, out, num_rows, num_tiles,
         y.stride(0), out.stride(0), plan.first_entry, grouped.table.shape[1], SPLITS=sums.shape[0], ROWS=grouped.rows,
         OUTPUTS=OUTPUTS, RANKS=RANKS, WIDTH=grouped.width, PARTS=len(plan.widths), ACTIVATION=kind,
-        PRECISION=_precision(grouped.base), num_warps=4, **OVERLAPPED,
+        ALIGNED=plan.is_aligned, PRECISION=_precision(grouped.base), num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     return out
 
