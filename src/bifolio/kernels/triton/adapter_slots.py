@@ -165,7 +165,7 @@ class AdapterSlots:
             self._take(packed)
 
     def _take(self, packed: PackedAdapter) -> None:
-        """Copy an adapter to the device; what is launched from now on can use it."""
+        """Copy an adapter to the device; passes that are launched from now on can use it."""
         place = self._free.pop()
         try:
             values = self._copied(packed.values)

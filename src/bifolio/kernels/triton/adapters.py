@@ -54,7 +54,7 @@ class ProductPlan:
     @property
     def block(self) -> int:
         """Columns of x of a tile."""
-        return min(max(triton.next_power_of_2(self.depth), FEWEST_ROWS), BLOCK)
+        return min(max(1 << (self.depth - 1).bit_length(), FEWEST_ROWS), BLOCK)
 
     @property
     def share(self) -> int:
