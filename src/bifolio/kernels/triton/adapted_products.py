@@ -10,15 +10,15 @@ from bifolio.kernels.triton.lazy_fusion import Deferred, Product, Sum, tensor
 
 
 def adapted(
-    y: torch.Tensor | Deferred, x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows
+    y: torch.Tensor | Deferred, x: torch.Tensor | Deferred, plan: ProductPlan, grouped: GroupedRows
 ) -> torch.Tensor | Product:
     """The product y of x with the changes of the adapters of its rows."""
     if not isinstance(y, Product) or y.value is not None:
-        return expand(tensor(y).clone(), shrink(x, plan, grouped), plan, grouped)
+        return expand(tensor(y).clone(), shrink(tensor(x).to(grouped.base.dtype), plan, grouped), plan, grouped)
     plain = y
 
     def compute(own: Product, activation: str | None, residual: torch.Tensor | None) -> torch.Tensor | Sum:
-        sums = shrink(x, plan, grouped)
+        sums = shrink(tensor(plain.x), plan, grouped)  # before the product, which reads its weights meanwhile
         result = plain.compute(plain, None, residual)
         if activation is not None and plan.is_gated:
             return expand(tensor(result), sums, plan, grouped, activation)

@@ -199,10 +199,8 @@ class AdapterSlots:
     # -- passes --------------------------------------------------------------------------------------------------------
     def staged(self, size: int) -> StagedAdapters:
         """The adapters of a captured step of so many rows; none of them has one yet."""
-        rows = self._rows_of_tile(size)
-        words = torch.zeros(size + 3 * self._num_tiles(size), dtype=torch.int32, device=self._device)
-        words[size : size + self._num_tiles(size)] = NO_ADAPTER
-        return self._of_words(words, size, rows)
+        words = upload(self.words(np.zeros(0, np.int32), size), self._device)
+        return self._of_words(words, size, self._rows_of_tile(size))
 
     def words(self, numbers: np.ndarray, size: int) -> np.ndarray:
         """i32: the grouping of rows with these adapters in a captured step of so many rows."""
