@@ -30,6 +30,7 @@ from bifolio.kernels.triton import (
     norm,
     prefill,
     quantised_kernels,
+    quantised_rows,
     sampling,
     shared_attention,
     split_kv,
@@ -180,16 +181,35 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
+QUANTISED_TILES = {
+    "few rows": {"ROWS": 64, "OUTPUTS": 128, "BLOCK": 128, "STAGES": 3, "SWAPPED": True, "SPLITS": 4},
+    "few rows, gated": {
+        "ROWS": 16,
+        "OUTPUTS": 64,
+        "BLOCK": 128,
+        "STAGES": 3,
+        "SWAPPED": False,
+        "SPLITS": 2,
+        "ACTIVATION": 0,
+    },
+    "few rows, odd": {
+        "ROWS": 16,
+        "OUTPUTS": 64,
+        "BLOCK": 128,
+        "STAGES": 3,
+        "SWAPPED": False,
+        "SPLITS": 1,
+        "DEPTH": 4000,
+    },
+    "few rows, fixed": {"ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "SPLITS": 1},
+}
 for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1", "MXFP4")):
     shape = {**PRODUCT, "KIND": number, "OUTPUTS": 32}
     CASES[f"one row {format}"] = (
         quantised_kernels.one_row_kernel, {**shape, "BLOCKS": 64, "STAGES": 1, "HAS_NORM": True, "OUTPUTS": 4}, 4,
     )  # fmt: skip
-    CASES[f"few rows {format}"] = (
-        quantised_kernels.few_rows_kernel,
-        {**shape, "ROWS": 64, "BLOCKS": 4, "STAGES": 4, "PRECISION": "tf32", "ACTIVATION": 0},
-        4,
-    )
+    for name, tile in QUANTISED_TILES.items():
+        CASES[f"{name} {format}"] = (quantised_rows.few_rows_kernel, {**shape, **tile, "PRECISION": "tf32"}, 8)
     CASES[f"dequantise {format}"] = (
         quantised_kernels.dequantise_kernel, {"DEPTH": 4096, "KIND": number, "BLOCKS": 32, "LOOKS_UP": True}, 4,
     )  # fmt: skip
