@@ -110,7 +110,7 @@ def test_prompt_logprobs_equal_those_of_peft(architecture: str, new_engine: NewE
     assert found == pytest.approx([wanted[n, token] for n, token in enumerate(tokens[1:])], abs=2e-3)
 
 
-@pytest.mark.usefixtures("own_kernels")
+@pytest.mark.usefixtures("own_kernels", "compiled")
 def test_sixteen_adapters_in_one_batch_have_their_solo_bits(
     new_engine: NewEngine, base: Path, adapters: list[Path]
 ) -> None:
@@ -131,7 +131,7 @@ def test_sixteen_adapters_in_one_batch_have_their_solo_bits(
     assert run(other, wanted) == together
 
 
-@pytest.mark.usefixtures("own_kernels")
+@pytest.mark.usefixtures("own_kernels", "compiled")
 @pytest.mark.parametrize("seed", range(4))
 def test_loads_and_unloads_in_flight_change_no_bit(
     seed: int, new_engine: NewEngine, base: Path, adapters: list[Path]

@@ -51,15 +51,16 @@ class ProductPlan:
             column += width
         return cls(first_entry, widths, depth, torch.tensor(rows, dtype=torch.int32).to(device))
 
-    @property
-    def block(self) -> int:
-        """Columns of x of a tile."""
-        return min(max(1 << (self.depth - 1).bit_length(), FEWEST_ROWS), BLOCK)
+    def block(self, rows: int) -> int:
+        """Columns of x in tiles of so many rows."""
+        most = BLOCK if rows == FEWEST_ROWS else BLOCK // 4  # large ones would not fit into shared memory
+        return min(max(1 << (self.depth - 1).bit_length(), FEWEST_ROWS), most)
 
     @property
     def share(self) -> int:
         """Columns of x that one program adds up."""
-        return -(-self.depth // (MOST_SHARES * self.block)) * self.block
+        block = self.block(FEWEST_ROWS)
+        return -(-self.depth // (MOST_SHARES * block)) * block
 
     @property
     def is_aligned(self) -> bool:
@@ -303,7 +304,7 @@ def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Te
     sums = torch.empty((splits, parts, num_rows, grouped.width), dtype=torch.float32, device=x.device)
     _shrink_kernel[(num_tiles, parts * (grouped.width // RANKS), splits)](
         x, grouped.base, grouped.table, grouped.order, grouped.tiles, sums, num_rows, num_tiles, x.stride(0),
-        plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, BLOCK=plan.block,
+        plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, BLOCK=plan.block(grouped.rows),
         ROWS=grouped.rows, RANKS=RANKS, WIDTH=grouped.width, PARTS=parts, PRECISION=_precision(x), num_warps=4,
         num_stages=2, **OVERLAPPED,
     )  # fmt: skip
