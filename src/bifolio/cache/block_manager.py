@@ -314,8 +314,8 @@ class KVCacheBlockManager(BlockQueries):
             changed = [table for table in known if table.first_changed < len(table.block_ids)]
             return [(table.sequence_id, *table.take_changes()) for table in changed]
 
-    def keep_in(self, keeper: BlockKeeper) -> None:
-        """Offer blocks and checkpoints to `keeper`, from now on."""
+    def keep_in(self, keeper: BlockKeeper | None) -> None:
+        """Offer blocks and checkpoints to `keeper`, from now on; None: to nothing."""
         with self.lock:
             self._pool.keeper = keeper
             if self._states is not None:
