@@ -35,6 +35,7 @@ from bifolio.serve.process.conversations import ConversationStore, add_or_fork, 
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import Live, ended, is_chosen_late, without_text
+from bifolio.serve.process.snapshots import VERBS, Snapshots
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.process.weight_control import control
@@ -64,6 +65,7 @@ class EngineService:
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _branches: BranchTable = field(init=False)
+    snapshots: Snapshots = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _pace: UpdatePace = field(init=False)
@@ -71,6 +73,7 @@ class EngineService:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._branches = BranchTable(self.llm.branches, self.send)
+        self.snapshots = Snapshots(self.llm, self.thread, self._branches, self._conversations, self.send)
         self._adapters = AdapterLoader(self.llm.engine.adapters)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
@@ -80,10 +83,17 @@ class EngineService:
         self.thread.stop()
         self._compiler.close()
         self._adapters.close()
-        self.llm.engine.close_tiers()
+        self.close_files()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
+
+    def close_files(self) -> None:
+        """Save stored responses and write waiting blocks; the engine's thread has ended."""
+        if self.thread.failure is None:
+            self.snapshots.save_all(self.llm.engine)
+        self.snapshots.close()
+        self.llm.engine.close_tiers()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
@@ -131,6 +141,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
             control(self.llm, self.thread, message, self.send)
+        elif isinstance(message, m.BranchCall) and message.verb in VERBS:
+            self.snapshots.handle(message)
         elif isinstance(message, m.BranchCall):
             self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):
@@ -336,6 +348,9 @@ class EngineService:
         if self._unstarted:
             for request_id in self._unstarted.intersection([result.request_id for result in results]):
                 live = self._live[request_id]
+                slot = self.llm.engine.batcher.slot_of(live.request.sequences[0])
+                if slot is not None:
+                    self.snapshots.slots.taken(slot, live.owner, live.request)
                 self._unstarted.discard(request_id)
                 self._turns.started(live.request.turn)
                 if not live.final_only:

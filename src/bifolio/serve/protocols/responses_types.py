@@ -132,7 +132,6 @@ class Stored(msgspec.Struct, array_like=True):
     messages: list[Message]  # without instructions
     prompt: str  # as the template rendered it
     answer: str  # all tokens of the output as text
-    token_ids: bytes  # i32[t] of the prompt and the output
     response: dict[str, Any]
     items: list[dict[str, Any]]  # the input of this turn
 

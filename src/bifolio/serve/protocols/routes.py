@@ -12,6 +12,7 @@ from bifolio.serve.protocols import (
     openai_responses,
     rollouts,
     scores,
+    snapshots,
 )
 from bifolio.serve.protocols.common import RouteRow
 
@@ -21,6 +22,7 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
     *branches.ROUTES,
+    *snapshots.ROUTES,
     *rollouts.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,
