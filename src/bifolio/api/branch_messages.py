@@ -7,7 +7,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
-SnapshotVerb: TypeAlias = Literal["save", "restore", "list", "forget", "save_slot", "restore_slot", "erase_slot"]
+SnapshotVerb: TypeAlias = Literal[
+    "save", "restore", "list", "forget", "save_slot", "restore_slot", "erase_slot", "forget_session"
+]
 
 
 class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):

@@ -22,6 +22,7 @@ from bifolio.api.branch_messages import SnapshotVerb as SnapshotVerb
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
 from bifolio.images import PromptImage
+from bifolio.sessions import SessionHint
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
@@ -97,6 +98,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     wants_receipt: bool = False  # the end carries a receipt
     images: list[Image] = []  # of the prompt, in order
     adapters: list[tuple[str, float]] = []  # names of low-rank adapters with factors: their sum
+    session: SessionHint | None = None  # the conversation that it belongs to
 
 
 class Control(msgspec.Struct, tag="control", omit_defaults=True):
@@ -321,6 +323,7 @@ class Picture(msgspec.Struct, tag="picture"):
     waiting: list[dict[str, Any]]
     stats: dict[str, float]
     blocks: bytes  # u8[2 * num_blocks]: per block its state and how many sequences hold it
+    sessions: list[dict[str, Any]] = []
 
 
 class Beat(msgspec.Struct, tag="beat"):

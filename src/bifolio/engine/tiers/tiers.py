@@ -120,6 +120,10 @@ class CacheTiers:
         engine.tiers = engine.batcher.source = None
         engine.blocks.keep_in(None)
 
+    def has(self, digest: bytes) -> bool:
+        """Whether a block is in the cache or in a tier."""
+        return self._blocks.cached_block(digest) is not None or digest in self._known[0]
+
     # -- before admission ----------------------------------------------------------------------------------------------
 
     def must_wait(self, sequence: Sequence) -> bool:

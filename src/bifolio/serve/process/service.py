@@ -39,7 +39,7 @@ from bifolio.serve.process.snapshots import VERBS, Snapshots
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.process.weight_control import control
-from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.serve.views.snapshot import blocks_of, sessions_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
 
@@ -120,7 +120,7 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_fetched = (
+            is_fetched = self.snapshots.restore_session(message, self.handle) or (
                 self.transfer is not None
                 and not (message.branch or message.adapters)
                 and self.transfer.fetch(message, self._begin)
@@ -192,8 +192,8 @@ class EngineService:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
         now = asdict(self.llm.engine.stats())
-        nested = now.pop("sharing") | now.pop("states") | now.pop("tiers")
-        stats = {name: float(value) for name, value in (now | nested).items()}
+        now |= now.pop("sharing") | now.pop("states") | now.pop("tiers")
+        stats = {name: float(value) for name, value in now.items()}
         stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:
@@ -256,17 +256,14 @@ class EngineService:
             self._start(engine, message, adapter, grammar)
 
     def _start(
-        self,
-        engine: InferenceEngine,
-        message: m.Start,
-        adapter: LoadedAdapter | None,
-        grammar: object | None = None,
+        self, engine: InferenceEngine, message: m.Start, adapter: LoadedAdapter | None, grammar: object | None = None
     ) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
         values = {**message.params, **({} if grammar is None else {"grammar": grammar})}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         options: RequestOptions = {"salt": message.salt, "owner": message.share, "adapter": adapter}
+        options["session"] = message.session
         options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
             prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
@@ -335,7 +332,7 @@ class EngineService:
         for entry in [*slots, *waiting]:
             live = self._live.get(entry["id"])
             entry["owner"] = "" if live is None else live.owner
-        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine)))
+        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine), sessions_of(engine)))
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:

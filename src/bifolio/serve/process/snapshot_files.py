@@ -2,8 +2,9 @@
 
     FOLDER/<model 16>/<digest of the key's salt>/<name>.snapshot        saved by a client
     FOLDER/<model 16>/<digest of the key's salt>/<name>.response        a stored response that the server saved itself
+    FOLDER/<model 16>/<digest of the key's salt>/<name>.session         a pinned conversation, saved at the end
 
-Files of the second kind make room for others, the oldest first; files of clients are never removed for them.
+Files of the last two kinds make room for others, the oldest first; files of clients are never removed for them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bifolio.engine.tiers.snapshots import Snapshot, read_header, write_snapshot
 from bifolio.errors import ConfigError, FaultKind, RequestError, SnapshotError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-SAVED, RESPONSE = ".snapshot", ".response"
+SAVED, RESPONSE, SESSION = ".snapshot", ".response", ".session"
 MAX_FILES_PER_KEY = 4096
 
 
@@ -111,7 +112,7 @@ class SnapshotFiles:
         for _, other in files:
             if taken + needed <= self._max_bytes and count < MAX_FILES_PER_KEY:
                 return
-            if other.suffix == RESPONSE:
+            if other.suffix != SAVED:
                 taken, count = taken - other.stat().st_size, count - 1
                 self.remove(other)
         if taken + needed > self._max_bytes or count >= MAX_FILES_PER_KEY:

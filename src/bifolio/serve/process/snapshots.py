@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from typing import Any, get_args
 
 from bifolio.api import messages as m
@@ -27,7 +28,7 @@ from bifolio.errors import BifolioError, FaultKind, RequestError
 from bifolio.model.digests import model_digest
 from bifolio.sequence import Request
 from bifolio.serve.process.conversations import Conversation, ConversationStore, recalled
-from bifolio.serve.process.snapshot_files import RESPONSE, SnapshotFiles
+from bifolio.serve.process.snapshot_files import RESPONSE, SESSION, SnapshotFiles
 from bifolio.serve.process.text_branches import BranchTable
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,17 @@ Send = Callable[[m.FromEngine], None]
 VERBS = frozenset(get_args(m.SnapshotVerb))
 NO_FOLDER = "this server keeps no snapshots: start it with --snapshot-dir DIR"
 CLOSE_SECONDS = 4.0  # for saving stored responses at the end
+
+
+class UnknownSessionError(RequestError):
+    """There is no conversation of this name for this client."""
+
+    fault = FaultKind.UNKNOWN_SNAPSHOT
+
+
+def session_file(name: str) -> str:
+    """The name of the file of a pinned conversation, whose own name is any text."""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class SlotTexts:
@@ -74,6 +86,7 @@ class Snapshots:
         self._files: SnapshotFiles | None = None
         self._worker = ThreadPoolExecutor(1, "bifolio-snapshots")
         self.slots = SlotTexts()
+        self._restored: set[str] = set()  # ids of requests whose session was read
 
     def open(self, settings: m.SnapshotSettings) -> None:
         """Keep files in a folder, and stored responses among them."""
@@ -92,8 +105,11 @@ class Snapshots:
             "restore_slot": lambda call: self._on_worker(call, self._read),
             "list": lambda call: self._on_worker(call, self._list),
             "forget": lambda call: self._on_worker(call, self._forget),
+            "forget_session": lambda call: self._thread.post(
+                lambda engine: self._guarded(call, self._forget_session, engine)
+            ),
         }
-        if self._files is None and message.verb != "erase_slot":
+        if self._files is None and message.verb not in ("erase_slot", "forget_session"):
             self._send(m.Refused(message.id, FaultKind.INVALID_REQUEST, NO_FOLDER))
         else:
             begin[message.verb](message)
@@ -174,6 +190,17 @@ class Snapshots:
         count = self.slots.erase(message.count, message.owner)
         self._answer(message, [m.SnapshotInfo("", count, 0, time.time())])
 
+    def _forget_session(self, message: m.BranchCall, engine: InferenceEngine) -> None:
+        """Forget a conversation, and the file of a pinned one."""
+        is_known = engine.blocks.release_session(message.share, message.name)
+        path = None if self._files is None else self._files.path(message.salt, session_file(message.name), SESSION)
+        is_file = path is not None and path.is_file()
+        if not is_known and not is_file:
+            raise UnknownSessionError(f"there is no session {message.name!r}: GET /v1/sessions lists them")
+        if path is not None and self._files is not None:
+            self._files.remove(path)
+        self._answer(message, [])
+
     def _list(self, message: m.BranchCall) -> None:
         files = self._opened()
         found = files.all_of(message.salt) if not message.file else [files.info(files.find(message.salt, message.file))]
@@ -194,6 +221,46 @@ class Snapshots:
             raise RequestError(NO_FOLDER)
         return self._files
 
+    # -- pinned conversations -----------------------------------------------------------------------------------------
+    def restore_session(self, message: m.Start, again: Callable[[m.Start], None]) -> bool:
+        """Read the blocks of a pinned conversation before its first request since the start; `again` takes it then."""
+        hint, files = message.session, self._files
+        if hint is None or files is None or message.id in self._restored:
+            self._restored.discard(message.id)
+            return False
+        if self._llm.engine.blocks.has_session(message.share, hint.name):
+            return False
+        path = files.path(message.salt, session_file(hint.name), SESSION)
+        if not path.is_file():
+            return False
+
+        def load() -> None:
+            try:
+                snapshot = read_snapshot(path)
+                self._thread.call(lambda engine: restore(engine, snapshot, salt=message.salt)).result()
+            except BifolioError as error:
+                logger.warning("a pinned session cannot be used: %s", error)
+            files.remove(path)  # written again when the server ends
+            self._restored.add(message.id)
+            again(message)
+
+        self._worker.submit(load)
+        return True
+
+    def _save_sessions(self, engine: InferenceEngine, end: float) -> None:
+        """Save the pinned conversations; with a tier of files their blocks are there."""
+        files = self._opened()
+        for session, num_cached in engine.blocks.sessions():
+            if session.token_ids is None or not num_cached or time.monotonic() > end:
+                continue
+            try:
+                path = files.path(session.salt, session_file(session.hint.name), SESSION)
+                snapshot = capture(engine, session.token_ids, salt=session.salt)
+            except BifolioError as error:
+                logger.info("a pinned session was not saved: %s", error)
+                continue
+            self._worker.submit(self._write_response, files, path, snapshot, session.salt)
+
     # -- stored responses ----------------------------------------------------------------------------------------------
     def save_all(self, engine: InferenceEngine) -> int:
         """Save the stored responses, the newest first, as far as the time allows; the engine's thread has ended."""
@@ -205,6 +272,8 @@ class Snapshots:
                 logger.warning("%d stored responses were not saved in time", len(self._conversations) - count)
                 break
             count += self._save_response(engine, name, entry)
+        if engine.tiers is None:
+            self._save_sessions(engine, end)
         self._worker.shutdown(wait=True)
         return count
 
@@ -233,7 +302,7 @@ class Snapshots:
         try:
             files.write(path, snapshot, salt)
         except BifolioError as error:
-            logger.warning("the response %s was not saved: %s", path.stem, error)
+            logger.warning("%s was not saved: %s", path.name, error)
 
     def _load_missing(self, message: m.Recall) -> bool:
         """Look for a response in the files; it is answered when its blocks are in the cache."""

@@ -12,6 +12,7 @@ from bifolio.serve.protocols import (
     openai_responses,
     rollouts,
     scores,
+    sessions,
     snapshots,
 )
 from bifolio.serve.protocols.common import RouteRow
@@ -23,6 +24,7 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *openai_responses.ROUTES,
     *branches.ROUTES,
     *snapshots.ROUTES,
+    *sessions.ROUTES,
     *rollouts.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,

@@ -12,6 +12,7 @@ from bifolio.serve.protocols import branch_types as b
 from bifolio.serve.protocols import openai_answers as r
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols import rollout_types as t
+from bifolio.serve.protocols import sessions as se
 from bifolio.serve.protocols import snapshot_types as sn
 from bifolio.serve.protocols.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
@@ -62,6 +63,8 @@ BRANCH_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/v1/snapshots/{id}", "get", "A snapshot", None, sn.SnapshotCard),
     ("/v1/snapshots/{id}", "delete", "Remove a snapshot", None, sn.RemovedSnapshot),
     ("/v1/snapshots/{id}/restore", "post", "Continue a snapshot as a branch", sn.SnapshotRestore, b.BranchCard),
+    ("/v1/sessions", "get", "The conversations of this client, and where their blocks are", None, se.SessionList),
+    ("/v1/sessions/{id}", "delete", "Release a conversation", None, se.ReleasedSession),
     ("/slots/{id}", "post", "Save, restore or erase a slot, as llama.cpp does", sn.SlotFile, sn.SlotResult),
 )
 ROLLOUT_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
