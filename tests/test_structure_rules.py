@@ -22,6 +22,7 @@ from test_import_order import modules_of
 KERNEL_SET_CLASS = re.compile(r"\b(KernelSet|[A-Z]\w*Kernels)\b")  # KernelSet, NativeKernels, TritonKernels, ...
 KERNEL_SET_NAME = re.compile(r"\w*kernels|kernel_set")  # how variables and attributes for kernel sets are called
 PUBLIC_KERNEL_MODULES = {
+    "block_copies",
     "operation_hook",
     "cpu",
     "interface",

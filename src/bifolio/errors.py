@@ -38,12 +38,13 @@ from typing import ClassVar
 class FaultKind(StrEnum):
     """The reason why an engine ended or refused a request; the same in every process and on every host."""
 
-    INVALID_REQUEST = "invalid_request"  # the client's fault, as are the next five
+    INVALID_REQUEST = "invalid_request"  # the client's fault, as are the next six
     EMPTY_PROMPT = "empty_prompt"
     PROMPT_TOO_LONG = "prompt_too_long"
     TOKEN_ID = "token_id"
     GRAMMAR = "grammar"
     UNKNOWN_BRANCH = "unknown_branch"  # it was closed, or belongs to another client
+    UNKNOWN_SNAPSHOT = "unknown_snapshot"  # it was removed, or belongs to another key
     SLOW_READER = "slow_reader"  # the client does not read its output
     QUEUE_FULL = "queue_full"  # too many requests wait; as all retryable faults, it passes
     KEY_LIMIT = "key_limit"  # too many requests of one API key

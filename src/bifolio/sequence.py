@@ -25,6 +25,7 @@ from bifolio.images import Mark, PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.long_rope import salt_of_rope
 from bifolio.sampling_params import SamplingParams
+from bifolio.sessions import SessionHint
 
 __all__ = [
     "BeamStep", "DraftStep", "FinishReason", "LogprobRecords", "Request", "RequestMetrics", "RequestOptions",
@@ -285,6 +286,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: Any
     num_given: int
     score_from: int
+    session: SessionHint | None
     images: tuple[PromptImage, ...]
 
 
@@ -303,6 +305,7 @@ class Request:
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
     images: tuple[PromptImage, ...] = ()  # of the prompt, in order
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
+    session: SessionHint | None = None  # the conversation that it belongs to
     num_given: int = 0  # output tokens that were known before: the last ones of the tokens that it was added with
     score_from: int = 0  # prompt logprobs are those of the tokens after this position
     rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)

@@ -193,9 +193,28 @@ def new_storage(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
         storage.move_blocks([(1, 5), (3, 6)])
         storage.poison_blocks([3])
         storage.move_blocks([])
+        _check_packing(storage)
         found += [part for layer in range(2) for part in storage.gather(layer, [1, 5, 6, 3, 2], 18)]
         assert np.isfinite(_as_f32(kernels, storage.keys[0][0])).all()  # padding may read block 0
     return tuple(_as_f32(kernels, part) for part in found)
+
+
+def _check_packing(storage: KVStorage) -> None:
+    """Blocks as one piece over all layers, on a device, have the bytes of `read_block`, and come back to any place."""
+    if storage.backend == "numpy":
+        return
+    import torch
+
+    packed = torch.zeros((3, storage.layout.bytes_per_block), dtype=torch.uint8, device=storage.device)
+    expected = [storage.read_block(block_id) for block_id in (5, 1, 6)]
+    storage.pack_blocks([5, 1, 6], packed)
+    assert [row.tobytes() for row in packed.cpu().numpy()] == [block.tobytes() for block in expected]
+    saved = [storage.read_block(block_id) for block_id in range(7)]
+    storage.unpack_blocks([2, 4, 1], packed)
+    saved[2], saved[4], saved[1] = expected
+    assert [storage.read_block(block_id).tobytes() for block_id in range(7)] == [block.tobytes() for block in saved]
+    storage.unpack_blocks([1], packed[1:2])
+    storage.poison_blocks([2, 4])
 
 
 def _as_f32(kernels: KernelSet, part: Any) -> np.ndarray:

@@ -181,3 +181,19 @@ def test_keys_guard_all_models(tmp_path: Path) -> None:
         assert answer.status_code == 401
         assert json.loads(answer.text)["error"]["code"] == "invalid_api_key"
         assert states_of(server.client)[models[0].name] == "unloaded"  # no request without a key starts an engine
+
+
+def test_presets_give_models_options_of_their_own(tmp_path: Path) -> None:
+    models = folders(2)
+    file = tmp_path / "models.ini"
+    file.write_text(
+        f"[short]\nmodel = {models[0]}\nmax-model-len = 64\n[long]\nmodel = {models[1]}\nload-on-startup = true\n"
+    )
+    with served("--models-preset", str(file)) as server:
+        assert states_of(server.client) == {"short": "unloaded", "long": "loaded"}
+        assert server.complete("long")["model"] == "long"
+        body = {"prompt": PROMPT, "max_tokens": 6, "model": "short"}
+        answer = server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "64" in answer.json()["error"]["message"]
+        assert server.complete("short", "a fox")["model"] == "short"

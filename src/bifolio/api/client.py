@@ -117,11 +117,23 @@ class EngineClient(Protocol):
         """Slots, queue and blocks at one moment."""
         ...
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
+    def remember(
+        self,
+        name: str,
+        owner: str,
+        request_id: str,
+        body: bytes,
+        share: str = "",
+        *,
+        salt: bytes = b"",
+        token_ids: bytes = b"",
+    ) -> None:
         """Store a conversation that may be continued; without a body, its blocks are released."""
         ...
 
-    async def recall(self, name: str, owner: str, *, drops: bool = False) -> Recalled:
+    async def recall(
+        self, name: str, owner: str, *, drops: bool = False, share: str = "", salt: bytes = b""
+    ) -> Recalled:
         """A stored conversation of this owner; with an empty body if there is none."""
         ...
 

@@ -78,7 +78,7 @@ class EngineOptions:
             whole=length if model.config.bidirectional else None,
         )  # fmt: skip
         is_cpu = kernels.device == "cpu"
-        check_tiers(self.tiers, kernels.device, self.tensor_parallel_size, self.enable_prefix_caching)
+        check_tiers(self.tiers, self.tensor_parallel_size, self.enable_prefix_caching)
         return EngineConfig(
             cache=CacheConfig(
                 sys.maxsize,

@@ -7,17 +7,23 @@ ever unpickled.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.api.branch_messages import BranchCall as BranchCall
+from bifolio.api.branch_messages import BranchReply as BranchReply
+from bifolio.api.branch_messages import BranchUse as BranchUse
+from bifolio.api.branch_messages import SnapshotInfo as SnapshotInfo
+from bifolio.api.branch_messages import SnapshotSettings as SnapshotSettings
+from bifolio.api.branch_messages import SnapshotVerb as SnapshotVerb
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
 from bifolio.images import PromptImage
+from bifolio.sessions import SessionHint
 
-BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
 
@@ -37,6 +43,7 @@ class Launch(msgspec.Struct, tag="launch"):
     max_updates_per_second: float | None = None  # of all requests together; None: by the device
     kv_events: KvEventSettings | None = None
     transfer: TransferSettings | None = None  # prefill and decode on separate engines; None: on this one
+    snapshots: SnapshotSettings | None = None  # None: clients keep none
 
 
 class Thinking(msgspec.Struct, array_like=True):
@@ -91,21 +98,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     wants_receipt: bool = False  # the end carries a receipt
     images: list[Image] = []  # of the prompt, in order
     adapters: list[tuple[str, float]] = []  # names of low-rank adapters with factors: their sum
-
-
-class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
-    """A verb on a branch (`serve.process.text_branches`)."""
-
-    id: str
-    verb: Literal["open", "look", "append", "truncate", "fork", "close"]
-    name: str = ""
-    owner: str = ""  # name of the tenant
-    share: str = ""  # key or address of the client
-    token_ids: list[int] = []
-    count: int = 0  # of forks, or of tokens to keep
-    to_answer: bool = False
-    salt: bytes = b""
-    seconds: float = 0.0  # time to live
+    session: SessionHint | None = None  # the conversation that it belongs to
 
 
 class Control(msgspec.Struct, tag="control", omit_defaults=True):
@@ -155,7 +148,7 @@ class Look(msgspec.Struct, tag="look"):
     id: str
 
 
-class Remember(msgspec.Struct, tag="remember"):
+class Remember(msgspec.Struct, tag="remember", omit_defaults=True):
     """Store a conversation (`serve.process.conversations`)."""
 
     name: str
@@ -163,15 +156,19 @@ class Remember(msgspec.Struct, tag="remember"):
     request_id: str
     body: bytes
     share: str = ""  # key or address of the client, among which the store is divided
+    salt: bytes = b""
+    token_ids: bytes = b""  # i32[t] of the conversation
 
 
-class Recall(msgspec.Struct, tag="recall"):
+class Recall(msgspec.Struct, tag="recall", omit_defaults=True):
     """Ask for a stored conversation, and drop it if `drops`."""
 
     id: str
     name: str
     owner: str
     drops: bool = False
+    share: str = ""
+    salt: bytes = b""
 
 
 class Adapt(msgspec.Struct, tag="adapt"):
@@ -299,6 +296,7 @@ class Recalled(msgspec.Struct, tag="recalled"):
     id: str
     request_id: str = ""
     body: bytes = b""
+    token_ids: bytes = b""
 
 
 class AdapterList(msgspec.Struct, tag="adapters"):
@@ -306,17 +304,6 @@ class AdapterList(msgspec.Struct, tag="adapters"):
 
     id: str
     adapters: list[AdapterInfo]
-
-
-class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
-    """A branch after a verb."""
-
-    id: str
-    names: list[str]  # its own, or those of its forks
-    num_tokens: int
-    num_prompt: int  # tokens before the answer
-    seconds: float  # time to live
-    token_ids: bytes = b""  # i32[t], where they were asked for
 
 
 class Controlled(msgspec.Struct, tag="controlled"):
@@ -336,6 +323,7 @@ class Picture(msgspec.Struct, tag="picture"):
     waiting: list[dict[str, Any]]
     stats: dict[str, float]
     blocks: bytes  # u8[2 * num_blocks]: per block its state and how many sequences hold it
+    sessions: list[dict[str, Any]] = []
 
 
 class Beat(msgspec.Struct, tag="beat"):

@@ -29,6 +29,7 @@ from bifolio.cache.digests import TokenIds, root_digest
 from bifolio.cache.events import CacheEvents
 from bifolio.cache.invariants import find_problems, find_state_problems
 from bifolio.cache.keeper import BlockKeeper
+from bifolio.cache.session_blocks import RetainingBlocks
 from bifolio.cache.table_states import StatePass, StateRequest, TableStates
 from bifolio.counts import whole
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
@@ -36,7 +37,7 @@ from bifolio.images import Mark
 from bifolio.kernels.storage import BlockMover
 
 
-class KVCacheBlockManager(BlockQueries):
+class KVCacheBlockManager(RetainingBlocks, BlockQueries):
     """Allocates fixed-size blocks to sequences; every public method takes one lock and is atomic.
 
     `on_free` is called with ids of blocks whose content must not be read any more, so that a debug mode can fill them
@@ -66,6 +67,7 @@ class KVCacheBlockManager(BlockQueries):
         self._pool = BlockPool(num_blocks)
         if self._states is not None:
             self._pool.on_forget = self._states.pool.forget
+            self._states.pool.protected = self._pool.retention.protected
         self._next_fresh_id = -1
 
     @property
@@ -123,8 +125,7 @@ class KVCacheBlockManager(BlockQueries):
         """Run all of these (sequence_id, num_tokens) appends, or none and return False; one lock for a whole step."""
         with self.lock:
             merged = merge_appends(appends)
-            free = len(self._pool.blank) + len(self._pool.evictable)
-            if count_needed_blocks(merged, self._tables, self._pool, self.block_size) > free:
+            if count_needed_blocks(merged, self._tables, self._pool, self.block_size) > self._pool.num_free:
                 return False
             grow(merged, self._tables, self._pool, self.block_size)
             return True
@@ -314,8 +315,8 @@ class KVCacheBlockManager(BlockQueries):
             changed = [table for table in known if table.first_changed < len(table.block_ids)]
             return [(table.sequence_id, *table.take_changes()) for table in changed]
 
-    def keep_in(self, keeper: BlockKeeper) -> None:
-        """Offer blocks and checkpoints to `keeper`, from now on."""
+    def keep_in(self, keeper: BlockKeeper | None) -> None:
+        """Offer blocks and checkpoints to `keeper`, from now on; None: to nothing."""
         with self.lock:
             self._pool.keeper = keeper
             if self._states is not None:

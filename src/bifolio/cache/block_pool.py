@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from bifolio.cache.events import CacheEvents, Cleared, Removed
 from bifolio.cache.keeper import BlockKeeper
+from bifolio.cache.retention import Retention, victim
 
 PADDING_BLOCK = 0  # target of padded table entries and padded writes: never allocated, freed or hashed
 
@@ -45,6 +46,7 @@ class BlockPool:
         self.on_forget: Callable[[bytes], None] | None = None  # called with each digest that is removed alone
         self.events: CacheEvents | None = None  # record of stored and removed blocks
         self.keeper: BlockKeeper | None = None  # the tiers below the cache
+        self.retention = Retention(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -55,7 +57,9 @@ class BlockPool:
         if self.blank:
             block_id = self.blank.pop()
         else:
-            block_id, _ = self.evictable.popitem(last=False)
+            if self.retention.protected:
+                self.retention.sweep()
+            block_id = victim(self.evictable, self.digests, self.retention.protected)
             self.forget(block_id)
         self.ref_counts[block_id] = 1
         self.announce([block_id])

@@ -18,11 +18,12 @@ Not thread-safe: the block manager holds its lock during every call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bifolio.cache.keeper import BlockKeeper
+from bifolio.cache.retention import victim
 from bifolio.errors import CacheError, ConfigError
 
 EMPTY_STATE = 0
@@ -80,6 +81,7 @@ class StatePool:
         self.rolling: set[bytes] = set()  # checkpoints that the next one of their sequence replaces
         self.on_take: Callable[[int], None] | None = None  # a debug mode fills the state with NaN
         self.keeper: BlockKeeper | None = None  # the tiers below the cache
+        self.protected: Container[bytes] = ()  # digests that are evicted last
         self.num_evicted = 0
 
     @property
@@ -91,7 +93,7 @@ class StatePool:
         if self.free:
             state = self.free.pop()
         elif self.evictable:
-            state, _ = self.evictable.popitem(last=False)
+            state = victim(self.evictable, self.digests, self.protected)
             self._evict(state)
         else:
             return None

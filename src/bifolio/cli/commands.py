@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-from bifolio.cli.option_values import OptionValues
+from bifolio.cli.option_values import FALSE, TRUE, OptionValues
 from bifolio.errors import did_you_mean as did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -306,6 +306,20 @@ def _without_none(kind: Any) -> Any:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return next(part for part in typing.get_args(kind) if part is not type(None))
     return kind
+
+
+def value_of(parameter: inspect.Parameter, text: str) -> Any:
+    """The value of an option from a text in a file; BadParameter if it is none."""
+    kind, written = notes_of(parameter)
+    kind = _without_none(kind)
+    if kind is bool:
+        if text.lower() not in (*TRUE, *FALSE):
+            raise BadParameter(f"{text!r} is not one of true and false")
+        return text.lower() in TRUE
+    try:
+        return _reader(kind, written)(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise BadParameter(str(error) or f"{text!r} is no {getattr(kind, '__name__', kind)}") from error
 
 
 def _reader(kind: Callable[[str], Any], written: Parameter) -> Callable[[str], Any]:

@@ -10,7 +10,7 @@ from bifolio.cli import commands, options
 from bifolio.cli.serve_several import SeveralOptions
 
 if TYPE_CHECKING:
-    from bifolio.api.messages import KvEventSettings
+    from bifolio.api.messages import KvEventSettings, SnapshotSettings
     from bifolio.config.transfer import TransferSettings
     from bifolio.serve.http.server import ServerSettings
 
@@ -149,6 +149,15 @@ class ServerOptions:
     kv_events_topic: Annotated[
         str, commands.option("--kv-events-topic", help="Topic of the KV events.", advanced=True)
     ] = ""
+    snapshot_dir: Annotated[
+        Path | None,
+        commands.option(
+            "--snapshot-dir", help="Folder of clients' snapshots; default: in --kv-offload-dir, if that is given."
+        ),
+    ] = None
+    snapshot_bytes: Annotated[
+        str, commands.option("--snapshot-bytes", help="The most bytes of one key's snapshots.", advanced=True)
+    ] = "8GiB"
     role: Annotated[
         str,
         commands.option(
@@ -229,12 +238,18 @@ class ServerOptions:
             metrics_compat=self._compat(),
             kv_events=self._kv_events(),
             transfer=self._transfer(),
+            snapshots=self._snapshots(parse_bytes(self.snapshot_bytes)),
             log_prompts=self.log_prompts,
             allow_pull=self.allow_pull,
             allow_updates=self.allow_updates,
             allow_priority=self.allow_priority,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
+
+    def _snapshots(self, max_bytes: int) -> SnapshotSettings:
+        from bifolio.api.messages import SnapshotSettings
+
+        return SnapshotSettings("" if self.snapshot_dir is None else str(self.snapshot_dir), max_bytes)
 
     def _transfer(self) -> TransferSettings:
         from bifolio.config.transfer import TransferSettings

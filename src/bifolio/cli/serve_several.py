@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -13,7 +13,7 @@ from bifolio.cli.serve_checks import changed, written
 if TYPE_CHECKING:
     from bifolio.cli.options import BatchEngine
     from bifolio.cli.serve import ServerOptions
-    from bifolio.serve.several.settings import SeveralModels
+    from bifolio.serve.several.settings import ModelSource, SeveralModels
 
 # Options of the server that one engine behind it needs.
 OF_ONE_ENGINE = ("name", "engine", "engine_secret_file", "replicas", "prefill_replicas", "front_ends", "role",
@@ -29,6 +29,9 @@ class SeveralOptions:
 
     models_dir: Annotated[
         Path | None, commands.option("--models-dir", help="Serve every model in this folder, on demand.")
+    ] = None
+    models_preset: Annotated[
+        Path | None, commands.option("--models-preset", help="INI file with a section of options for each model.")
     ] = None
     models_memory: Annotated[
         str | None,
@@ -55,10 +58,11 @@ class SeveralOptions:
         from bifolio.serve.several.application import seconds_of
         from bifolio.serve.several.settings import CACHE_BYTES, SeveralModels, find_models
 
-        if len(models) < 2 and self.models_dir is None:
+        if len(models) < 2 and self.models_dir is None and self.models_preset is None:
             for name in changed(self):
                 raise ConfigError(
-                    f"{written(self, name)} is for several models: pass --model twice or more, or --models-dir"
+                    f"{written(self, name)} is for several models: pass --model twice or more, --models-dir or "
+                    "--models-preset"
                 )
             return None
         for name in changed(server):
@@ -66,11 +70,30 @@ class SeveralOptions:
                 raise ConfigError(f"{written(server, name)} cannot be combined with several models: leave it out")
         cache_bytes = read_size(engine.memory) or CACHE_BYTES
         budget = read_size(self.models_memory) or int(BUDGET * free_memory())
+        presets, kept = self._presets(engine, cache_bytes)
         return SeveralModels(
-            find_models(models, self.models_dir, cache_bytes),
+            find_models(models, self.models_dir, cache_bytes, presets),
             budget,
             cache_bytes,
-            frozenset(self.keep or ()),
+            frozenset([*(self.keep or ()), *kept]),
             None if self.keep_alive is None else seconds_of(self.keep_alive),
             self.models_wait,
         )
+
+    def _presets(self, engine: BatchEngine, cache_bytes: int) -> tuple[list[ModelSource], list[str]]:
+        """The models of the preset file, and the names of those that stay loaded."""
+        from bifolio.cli.presets import read_presets
+        from bifolio.engine.memory import read_size
+        from bifolio.serve.several.settings import model_source
+
+        found: list[ModelSource] = []
+        if self.models_preset is None:
+            return found, []
+        presets = read_presets(self.models_preset, engine)
+        for preset in presets:
+            options = preset.engine.for_llm()
+            if options["speculative"] is not None:
+                options["speculative"] = asdict(options["speculative"])
+            options["memory"] = read_size(preset.engine.memory) or cache_bytes
+            found.append(model_source(preset.name, preset.reference, options["memory"], options))
+        return found, [preset.name for preset in presets if preset.keep]

@@ -22,7 +22,7 @@ from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.cluster.replica_reports import ReplicaReports, answer_of
 from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.long_rope import chosen_rope, salt_of_rope
-from bifolio.serve.process.conversations import Conversation, ConversationStore
+from bifolio.serve.process.conversations import Conversation, ConversationStore, recalled
 from bifolio.serve.process.engine_connection import lost
 
 logger = logging.getLogger(__name__)
@@ -212,18 +212,30 @@ class ReplicaEngine:
         picture: m.Picture = await answer_of(self._handle.snapshot.remote("", b"", ""))
         return picture
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
+    def remember(
+        self,
+        name: str,
+        owner: str,
+        request_id: str,
+        body: bytes,
+        share: str = "",
+        *,
+        salt: bytes = b"",
+        token_ids: bytes = b"",
+    ) -> None:
         """Store a conversation in this front end; its blocks are found by their prefix."""
         if body:
-            self._conversations.add(name, Conversation(owner, request_id, body, share))
+            self._conversations.add(name, Conversation(owner, request_id, body, share, salt, token_ids))
 
-    async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
+    async def recall(
+        self, name: str, owner: str, *, drops: bool = False, share: str = "", salt: bytes = b""
+    ) -> m.Recalled:
         entry = self._conversations.find(name, owner)
         if entry is None:
             return m.Recalled("")
         if drops:
             self._conversations.drop(name)
-        return m.Recalled("", entry.request_id, entry.body)
+        return recalled("", entry)
 
     async def branch(self, call: m.BranchCall) -> m.BranchReply:
         """Refuse: the blocks of a branch are in one engine, and replicas are chosen for each request."""

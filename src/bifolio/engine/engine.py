@@ -38,6 +38,7 @@ from bifolio.engine.speculative.speculator import Speculator
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.tiers.build import new_tiers
+from bifolio.engine.tiers.tiers import CacheTiers
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover, poison_in
 from bifolio.model.draft_head import LoadedHead
@@ -113,7 +114,9 @@ class InferenceEngine(KeptConversations):
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._counters = EngineStats()
         self._outbox: list[StepResult] = []  # results that are not delivered yet
-        self.tiers = self.batcher.source = new_tiers(self, config.tiers, draft_model)
+        self._has_launched = False  # the last step had work, or some is in flight
+        self.tiers: CacheTiers | None = None  # attaches itself
+        new_tiers(self, config.tiers, draft_model)
 
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
@@ -123,7 +126,7 @@ class InferenceEngine(KeptConversations):
             faults.before_step()
         try:
             if self.tiers is not None and self.tiers.has_tickets:
-                self.tiers.land(self, is_idle=not (self.batcher.num_running or self.in_flight))
+                self.tiers.land(self, is_idle=not self._has_launched)
             overdue = self.batcher.overdue()
             if overdue is not None:
                 self._yield_to(overdue)
@@ -144,6 +147,7 @@ class InferenceEngine(KeptConversations):
             self.collect()  # the tokens in flight are needed first
             if not (plan.decodes or plan.prefills):
                 plan = self.plan(slots)
+        self._has_launched = bool(plan.decodes or plan.prefills or self.in_flight)
         if plan.decodes or plan.prefills:
             self.in_flight.append(self.launch(plan))
         elif not self.has_work:
@@ -227,7 +231,8 @@ class InferenceEngine(KeptConversations):
     @property
     def has_work(self) -> bool:
         is_parked = self.faults.is_active and self.faults.num_parked > 0
-        return bool(self.in_flight or self._outbox) or self.batcher.has_work or is_parked
+        is_landing = self.tiers is not None and self.tiers.has_tickets  # blocks are held for them
+        return bool(self.in_flight or self._outbox) or self.batcher.has_work or is_parked or is_landing
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def add_request(

@@ -38,6 +38,9 @@ def warm_up(engine: InferenceEngine) -> None:
     vocab_size, longest = engine.model.config.vocab_size, max(engine.config.max_model_len - NUM_TOKENS, 1)
     most_waiting = engine.config.max_waiting
     number = 0
+    tiers = engine.tiers
+    if tiers is not None:
+        tiers.detach(engine)
     for params in SAMPLING:
         for burst in BURSTS:
             for common, own in burst:
@@ -55,3 +58,5 @@ def warm_up(engine: InferenceEngine) -> None:
         engine.speculator.drafter.warm_up(engine.speculator.policy.longest)
     engine.blocks.drop_cached()
     engine.reset_stats()
+    if tiers is not None:
+        tiers.attach(engine)

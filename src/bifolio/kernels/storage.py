@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
+from bifolio.kernels.block_copies import BlockCopies
 from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
 Array = Any  # numpy.ndarray or torch.Tensor: only indexing that both support is used here
@@ -210,6 +211,26 @@ class KVStorage:
         if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
             raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
         _put_bytes(self._arrays(), block_id, data)
+
+    def pack_blocks(self, block_ids: Sequence[int], packed: Array) -> None:
+        """Copy whole blocks to u8[n, block bytes] on the device, in the order of `read_block`; torch tensors alone."""
+        from bifolio.kernels.torch_copies import pack
+
+        pack(self._arrays(), self.indices(block_ids), packed)
+
+    def unpack_blocks(self, block_ids: Sequence[int], packed: Array) -> None:
+        """The reverse of `pack_blocks`."""
+        from bifolio.kernels.torch_copies import unpack
+
+        unpack(self._arrays(), self.indices(block_ids), packed)
+
+    def new_copies(self, pinned_bytes: int) -> BlockCopies | None:
+        """Copies between the device and `pinned_bytes` of host memory; None where the cache is in host memory."""
+        if self.backend == "numpy":
+            return None
+        from bifolio.kernels.torch_copies import TorchCopies
+
+        return TorchCopies(self, pinned_bytes)
 
     def read_state(self, state: int) -> np.ndarray:
         """u8[state bytes]: a copy of one state, all convolutions and then all recurrences."""

@@ -86,25 +86,28 @@ def _array_digest(name: str, value: Any, whole: bool) -> bytes:
     kind, stored = _bytes_of(value)
     digest = blake2b(f"{name} {kind}".encode(), digest_size=DIGEST_BYTES)
     if whole or stored.nbytes <= 3 * SAMPLE_BYTES:
+        stored = stored if isinstance(stored, np.ndarray) else stored.cpu().numpy()
         digest.update(np.ascontiguousarray(stored).data)
         release_pages(stored)
         return digest.digest()
     rows, width = stored.shape[0], max(stored.nbytes // stored.shape[0], 1)
     count = min(-(-SAMPLE_BYTES // width), rows)
     for start in (0, (rows - count) // 2, rows - count):
-        digest.update(np.ascontiguousarray(stored[start : start + count]).tobytes()[:SAMPLE_BYTES])
+        part = stored[start : start + count]
+        part = part if isinstance(part, np.ndarray) else part.cpu().numpy()
+        digest.update(np.ascontiguousarray(part).tobytes()[:SAMPLE_BYTES])
     return digest.digest()
 
 
-def _bytes_of(value: Any) -> tuple[str, np.ndarray]:
-    """The type and shape of an array, and its bytes as an array of rows."""
+def _bytes_of(value: Any) -> tuple[str, Any]:
+    """The type and shape of an array, and its bytes as an array of rows; those of a tensor on its device."""
     if isinstance(value, QuantizedTensor):
         return f"{value.format.name} {value.shape}", value.stored
     if not isinstance(value, np.ndarray):  # a torch tensor: numpy has no bfloat16, so its bytes are read
         import torch
 
         kind = f"{value.dtype} {tuple(value.shape)}"
-        return kind, value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return kind, value.detach().contiguous().flatten().view(torch.uint8)
     return f"{value.dtype} {value.shape}", np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 

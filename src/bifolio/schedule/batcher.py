@@ -360,6 +360,9 @@ class ContinuousBatcher:
                 self._listener.slot_freed(index, sequence)
         if not self._blocks.has_table(sequence.id):
             return
+        request, hint = sequence.request, sequence.request.session
+        if hint is not None and sequence.finish_reason is not None and sequence.index == 0:
+            self._blocks.protect(sequence.id, request.owner, hint, sequence.token_ids, request.salt)
         if keep_blocks:
             self._blocks.rest(sequence.id)
         else:

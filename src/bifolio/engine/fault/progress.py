@@ -27,7 +27,8 @@ class ProgressWatch:
 
     def observe(self, results: list[StepResult]) -> list[StepResult]:
         """After every step: the results of ending a request, if the engine was stuck."""
-        if results or not self._engine.requests:
+        tiers = self._engine.tiers
+        if results or not self._engine.requests or (tiers is not None and tiers.has_tickets):
             self._num_idle = 0
             return []
         self._num_idle += 1

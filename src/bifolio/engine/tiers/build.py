@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 VERSION = 1  # of the layout of a file's content
+MOVING_BYTES = 256 << 20  # of pinned memory for blocks on their way
 
 
-def check_tiers(settings: TierSettings | None, device: str, num_ranks: int, has_prefixes: bool) -> None:
+def check_tiers(settings: TierSettings | None, num_ranks: int, has_prefixes: bool) -> None:
     """Refuse tiers where they cannot work, before the model is loaded onto a device."""
     if settings is None:
         return
-    if device != "cpu":
-        raise ConfigError(
-            f"kv_offload is for the CPU, and the device is {device!r}: leave it out, or pass device='cpu'"
-        )
     if num_ranks > 1:
         raise ConfigError("kv_offload needs tensor_parallel_size 1: leave one of them out")
     if not has_prefixes:
@@ -41,17 +38,20 @@ def new_tiers(
     """The tiers of an engine that is complete otherwise; None without settings."""
     if settings is None:
         return None
+    storage = engine.runner.storage
+    copies = storage.new_copies(settings.memory_bytes + MOVING_BYTES)
+    content = BlockContent(storage, engine.storages[1:], copies)
     tiers: list[Tier] = []
     if settings.memory_bytes:
         tiers.append(MemoryTier(settings.memory_bytes))
     if settings.folder is not None:
-        tiers.append(FileTier(settings.folder, namespace(engine, draft), settings.disk_bytes))
-    return CacheTiers(engine, tiers)
+        place = namespace(engine, content, draft)
+        tiers.append(FileTier(settings.folder, place, settings.disk_bytes, content.allocate))
+    return CacheTiers(engine, content, tiers)
 
 
-def namespace(engine: InferenceEngine, draft: LoadedModel | LoadedHead | None = None) -> bytes:
+def namespace(engine: InferenceEngine, content: BlockContent, draft: LoadedModel | LoadedHead | None = None) -> bytes:
     """Equal for engines that may share files: the same model, arithmetic, layout of a block, and draft head."""
-    content = BlockContent(engine.runner.storage, engine.storages[1:])
     facts = (
         VERSION,
         content.block_bytes,

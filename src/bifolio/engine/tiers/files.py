@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -38,12 +39,19 @@ PAUSE_SECONDS = 60.0  # without writing, after a write has failed
 TOUCH_SECONDS = 60.0  # between two records of a file's use
 
 
+def _new_array(num_bytes: int) -> np.ndarray:
+    return np.empty(num_bytes, np.uint8)
+
+
 class FileTier:
     """Content in files under one folder. Several engines may share it; each keeps its own count of bytes."""
 
-    def __init__(self, folder: Path, namespace: bytes, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, namespace: bytes, max_bytes: int, allocate: Callable[[int], np.ndarray] = _new_array
+    ) -> None:
         self._namespace = namespace
         self._max_bytes = max_bytes
+        self._allocate = allocate  # memory for content that is read
         self._folder = folder / namespace.hex()
         self._sizes: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
         self._touched: dict[Key, float] = {}
@@ -90,13 +98,14 @@ class FileTier:
         try:
             self._write(path, self._header(key, root, content), content)
         except OSError as error:
+            with self._lock:
+                self._num_bytes -= size
             self.num_failed_writes += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             logger.error("blocks cannot be written to %s (%s): writing pauses", self._folder, error.strerror or error)
             return
         with self._lock:
             self._sizes[key] = size
-            self._num_bytes += size
 
     def _header(self, key: Key, root: bytes, content: np.ndarray) -> bytes:
         check = _checksum(self._namespace, key, root, content)
@@ -119,7 +128,10 @@ class FileTier:
             raise
 
     def _make_room(self, size: int) -> None:
-        while self._num_bytes + size > self._max_bytes:
+        """Count the bytes of a file that will be written; the least recently used files make room."""
+        with self._lock:
+            self._num_bytes += size
+        while self._num_bytes > self._max_bytes:
             with self._lock:
                 oldest = next(iter(self._sizes), None)
             if oldest is None:
@@ -157,7 +169,7 @@ class FileTier:
             raise ValueError("it belongs to another model, prefix or key")
         if os.fstat(file).st_size != HEADER.size + length:
             raise ValueError("it has another length than its header says")
-        content = np.empty(length, np.uint8)
+        content = self._allocate(length)
         _read_into(file, content.data)
         if _checksum(self._namespace, key, root, content) != check:
             raise ValueError("its checksum is wrong")

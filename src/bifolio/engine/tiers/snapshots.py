@@ -61,6 +61,7 @@ def capture(
     num_prompt: int | None = None,
     salt: bytes = b"",
     notes: dict[str, Any] | None = None,
+    with_blocks: bool = True,
 ) -> Snapshot:
     """A text with the blocks of its prefix that the cache holds; on the thread that owns the engine."""
     tokens = list(token_ids)
@@ -69,7 +70,7 @@ def capture(
         raise SnapshotError("a text with images cannot be saved yet: save the text without them")
     salts = _salts(engine, salt)
     full = max(salts, key=lambda one: engine.blocks.cached_prefix_length(tokens, salt=one))
-    blocks = read_blocks(engine, tokens, full, 0, len(tokens))
+    blocks = read_blocks(engine, tokens, full, 0, len(tokens)) if with_blocks else []
     state = read_state(engine, tokens, full, len(blocks))
     return Snapshot(
         tokens, len(tokens) if num_prompt is None else num_prompt, *_digests(engine), root_digest(full).hex(),
@@ -159,6 +160,18 @@ def read_snapshot(path: Path) -> Snapshot:
         return _parsed(data)
     except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise SnapshotError(f"{path} is no whole snapshot: {error}") from error
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a file, which is not checked; SnapshotError without one."""
+    try:
+        with path.open("rb") as file:
+            magic, length = START.unpack(file.read(START.size))
+            if magic != MAGIC or length > MAX_HEADER_BYTES:
+                raise ValueError("it does not begin as one")
+            return dict(json.loads(file.read(length)))
+    except (OSError, ValueError, TypeError, struct.error, RecursionError) as error:
+        raise SnapshotError(f"{path} is no snapshot: {error}") from error
 
 
 def is_snapshot(path: Path) -> bool:

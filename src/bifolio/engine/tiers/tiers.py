@@ -4,17 +4,23 @@
                  of the cache, a ticket is queued and the sequence waits; others overtake it
     thread       reads the blocks of a ticket in order, up to the first that is missing or damaged
     `land`       between two steps: the blocks that arrived are written to the cache under the sequence's own table, and
-                 the batcher admits it as it would a branch of a kept conversation
+                 the batcher admits it as it would a branch of a kept conversation. On a device the thread has copied
+                 them to their places by then (`tiers.landing`)
 
 A sequence asks once for each time that it waits, so blocks that are dropped again are computed.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +30,7 @@ from bifolio.cache.digests import root_digest
 from bifolio.engine.tiers.content import BlockContent
 from bifolio.engine.tiers.copies import Copies
 from bifolio.engine.tiers.costs import Costs
+from bifolio.engine.tiers.landing import Landing
 from bifolio.engine.tiers.tier import Key, Tier
 from bifolio.engine.transfer.blocks import Arrival
 from bifolio.schedule.plan import StepPlan
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
 
 MAX_TICKETS = 8  # sequences that wait for tiers at the same time
 MAX_ASKED = 65_536
+MAX_READERS = 8  # threads that read files for a device
+READ_AHEAD = 16  # blocks
+PIECE_BYTES = 32 << 20  # that are sent to a device together
 CLOSE_SECONDS = 10.0  # for writing waiting blocks
 IDLE_SECONDS = 0.01  # that an engine without other work waits for a ticket, at most
 
@@ -46,9 +56,11 @@ class Ticket:
     root: bytes
     first: int  # number of the first block that is read
     digests: list[bytes]
+    landing: Landing | None = None  # places on a device
     blocks: list[np.ndarray] = field(default_factory=list)
     state: np.ndarray | None = None  # behind the last of the blocks
     seconds: float = 0.0
+    num_bytes: int = 0  # that were read
 
 
 @dataclass(slots=True)
@@ -75,11 +87,14 @@ class _Digests:
 class CacheTiers:
     """All methods but those of the threads run on the thread that owns the engine."""
 
-    def __init__(self, engine: InferenceEngine, tiers: list[Tier], costs: Costs | None = None) -> None:
+    def __init__(
+        self, engine: InferenceEngine, content: BlockContent, tiers: list[Tier], costs: Costs | None = None
+    ) -> None:
         self.tiers = tiers
         self.costs = costs or Costs()
-        self._content = BlockContent(engine.runner.storage, engine.storages[1:])
+        self._content = content
         self._blocks = engine.blocks
+        self._batcher = weakref.proxy(engine.batcher)
         self.copies = Copies(engine.blocks, self._content, tiers)
         self._known = (_Digests(self.copies, False), _Digests(self.copies, True))
         self._asked: set[int] = set()  # ids of sequences that have had their ticket
@@ -88,10 +103,26 @@ class CacheTiers:
         self._done: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._arrived = threading.Event()
         self._num_queries = self._num_hits = 0
-        engine.blocks.keep_in(self.copies)
+        count = 1 if content.copies is None else min(MAX_READERS, max((os.cpu_count() or 1) // 2, 1))
+        self._readers = ThreadPoolExecutor(count, "bifolio-tiers-files") if count > 1 else None
+        self.attach(engine)
         self._thread = threading.Thread(target=self._run, name="bifolio-tiers-read", daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(engine, _close, self.copies, self._queue, self._thread, tiers)
+        self.close = weakref.finalize(engine, _close, self.copies, self._queue, self._thread, self._readers, tiers)
+
+    def attach(self, engine: InferenceEngine) -> None:
+        """Take part in the steps of the engine."""
+        engine.tiers = engine.batcher.source = self
+        engine.blocks.keep_in(self.copies)
+
+    def detach(self, engine: InferenceEngine) -> None:
+        """Take no part until `attach`: requests that warm the engine up compute all of their tokens."""
+        engine.tiers = engine.batcher.source = None
+        engine.blocks.keep_in(None)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block is in the cache or in a tier."""
+        return self._blocks.cached_block(digest) is not None or digest in self._known[0]
 
     # -- before admission ----------------------------------------------------------------------------------------------
 
@@ -116,9 +147,21 @@ class CacheTiers:
         count = len(digests)
         if not count or not self.costs.prefers_tier(count * size, count * self._content.block_bytes):
             return False
-        ticket = self._open[sequence.id] = Ticket(sequence, root_digest(request.cache_salt), first, digests)
+        ticket = Ticket(sequence, root_digest(request.cache_salt), first, digests)
+        if self._content.copies is not None and not self._take_places(ticket):
+            self._asked.discard(sequence.id)  # asks again when there is room
+            return False
+        self._open[sequence.id] = ticket
         self._queue.put(ticket)
         return True
+
+    def _take_places(self, ticket: Ticket) -> bool:
+        """Allocate the blocks of a ticket on the device, as many as there is room for; False without any."""
+        ticket.landing = Landing.open(
+            self._blocks, self._content, ticket.sequence, ticket.first, ticket.digests, self._known[1],
+            self._batcher.num_running,
+        )  # fmt: skip
+        return ticket.landing is not None
 
     def admitted(self, sequence: Sequence) -> None:
         """The sequence has a slot: if it is preempted later, it asks again."""
@@ -143,8 +186,10 @@ class CacheTiers:
         while not self._done.empty():
             ticket = self._done.get()
             del self._open[ticket.sequence.id]
-            self.costs.read(sum(block.nbytes for block in ticket.blocks), ticket.seconds)
-            if ticket.sequence.finish_reason is None and not self._blocks.has_table(ticket.sequence.id):
+            self.costs.read(ticket.num_bytes, ticket.seconds)
+            if ticket.landing is not None:
+                self._num_hits += ticket.landing.close(engine)
+            elif ticket.sequence.finish_reason is None and not self._blocks.has_table(ticket.sequence.id):
                 self._num_hits += self._store(engine, ticket)
             engine.batcher.prompts_advanced()  # retries admission
 
@@ -185,35 +230,68 @@ class CacheTiers:
                 self._arrived.set()
 
     def _read(self, ticket: Ticket) -> None:
-        sizes = self._content.block_bytes, self._content.state_bytes
-        for digest in ticket.digests:
-            block = self._find(Key(digest), ticket.root, sizes[0])
+        num_bytes, landing = self._content.state_bytes, ticket.landing
+        most, waiting = max(PIECE_BYTES // self._content.block_bytes, 1), list[np.ndarray]()
+        for block in self._read_blocks(ticket):
             if block is None:
                 break
             ticket.blocks.append(block)
-        if not sizes[1]:
-            return
-        while ticket.blocks:  # of a hybrid: up to the last block whose state is here
+            ticket.num_bytes += block.nbytes
+            waiting.append(block)
+            if landing is not None and len(waiting) == most:
+                landing.store(waiting)
+                waiting = []
+        if landing is not None and waiting:
+            landing.store(waiting)
+        while num_bytes and ticket.blocks:  # of a hybrid: up to the last block whose state is here
             key = Key(ticket.digests[len(ticket.blocks) - 1], True)
-            ticket.state = self._find(key, ticket.root, sizes[1])
+            ticket.state = self._find(key, ticket.root, num_bytes)
             if ticket.state is not None:
-                return
+                break
             ticket.blocks.pop()
+        if landing is not None:
+            landing.finish(len(ticket.blocks), ticket.state)
+            ticket.blocks.clear()
+
+    def _read_blocks(self, ticket: Ticket) -> Iterator[np.ndarray | None]:
+        """The blocks of a ticket in order; several threads read ahead, if there are some."""
+        size = self._content.block_bytes
+        if self._readers is None:
+            for digest in ticket.digests:
+                yield self._find(Key(digest), ticket.root, size)
+            return
+        ahead: deque[Future[np.ndarray | None]] = deque()
+        digests = iter(ticket.digests)
+        for digest in itertools.islice(digests, READ_AHEAD):
+            ahead.append(self._readers.submit(self._find, Key(digest), ticket.root, size))
+        while ahead:
+            yield ahead.popleft().result()
+            for digest in itertools.islice(digests, 1):
+                ahead.append(self._readers.submit(self._find, Key(digest), ticket.root, size))
 
     def _find(self, key: Key, root: bytes, num_bytes: int) -> np.ndarray | None:
         found = self.copies.get(key, root)
-        for tier in self.tiers:
+        for place, tier in enumerate(self.tiers):
             if found is None and key in tier:
                 found = tier.get(key, root)
+                if found is not None and found.nbytes == num_bytes:
+                    for faster in self.tiers[:place]:
+                        faster.put(key, root, found)
         return found if found is not None and found.nbytes == num_bytes else None
 
 
 def _close(
-    copies: Copies, tickets: queue.SimpleQueue[Ticket | None], thread: threading.Thread, tiers: list[Tier]
+    copies: Copies,
+    tickets: queue.SimpleQueue[Ticket | None],
+    thread: threading.Thread,
+    readers: ThreadPoolExecutor | None,
+    tiers: list[Tier],
 ) -> None:
-    """Write waiting blocks, and end both threads; also at the end of the process."""
+    """Write waiting blocks, and end all threads; also at the end of the process."""
     copies.close(CLOSE_SECONDS)
     tickets.put(None)
     thread.join(CLOSE_SECONDS)
+    if readers is not None:
+        readers.shutdown(wait=False)
     for tier in tiers:
         tier.close()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
+PACKED_WORDS = 2048  # that one program copies
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "cos", "sin"])
@@ -250,6 +251,51 @@ def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:
     _copy_blocks_kernel[grid](words, pairs, words.stride(0), WORDS=words.shape[2], BLOCK=1024, num_warps=4)
 
 
+@triton.jit(do_not_specialize_on_alignment=["ids", "packed", "offsets"])
+def _pack_kernel(
+    cache: tl.tensor,  # words of layers with equal heads: [arrays, blocks, words]
+    packed: tl.tensor,  # words of whole blocks: [rows, words of a block in all layers]
+    ids: tl.tensor,  # i32[rows]
+    offsets: tl.tensor,  # i64[arrays]  of each array's words in a row of `packed`
+    array_stride: tl.tensor,
+    packed_stride: tl.tensor,
+    WORDS: tl.constexpr,  # of one block in one layer
+    BLOCK: tl.constexpr,
+    IS_REVERSE: tl.constexpr,  # from `packed` to the cache
+) -> None:
+    row, array = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = words < WORDS
+    stored = cache + array * array_stride + tl.load(ids + row).to(tl.int64) * WORDS + words
+    piece = packed + row * packed_stride + tl.load(offsets + array) + words
+    if IS_REVERSE:
+        tl.store(stored, tl.load(piece, mask=inside), mask=inside)
+    else:
+        tl.store(piece, tl.load(stored, mask=inside), mask=inside)
+
+
+def pack_words(
+    cache: torch.Tensor,
+    packed: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    words_of: torch.dtype,
+    *,
+    reverse: bool,
+) -> None:
+    """Copy blocks of layers with equal heads to their places in whole blocks, or back, with one launch.
+
+    cache: [arrays, blocks, ...], contiguous. packed: u8[rows, bytes]. ids: i32[rows]. offsets: i64[arrays], in words.
+    """
+    flat = cache.view(cache.shape[0], cache.shape[1], -1).view(words_of)
+    words, pieces = flat.shape[2], packed.view(words_of)
+    grid = (len(ids), flat.shape[0], triton.cdiv(words, PACKED_WORDS))
+    _pack_kernel[grid](
+        flat, pieces, ids, offsets, flat.stride(0), pieces.stride(0), WORDS=words, BLOCK=PACKED_WORDS,
+        IS_REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
+
+
 class CudaStorage(KVStorage):
     """A `KVStorage` whose layers of equal heads are views of one tensor: one launch moves blocks in all of them.
 
@@ -258,10 +304,13 @@ class CudaStorage(KVStorage):
 
     _wholes: dict[tuple[int, ...], Any]  # by the shape of a layer
     _taken: dict[tuple[int, ...], int]  # layers of each that are given out
+    _offsets: dict[tuple[int, ...], torch.Tensor]  # i64[arrays] of each: the first word in a whole block
+    _words: torch.dtype
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._wholes, self._taken = {}, {}
+        self._wholes, self._taken, self._offsets = {}, {}, {}
         super().__init__(*arguments, **options)
+        self._lay_out_blocks()
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """As `KVStorage.move_blocks`; the block manager guarantees that no destination is a source."""
@@ -270,6 +319,27 @@ class CudaStorage(KVStorage):
             moved = upload(pairs, self.device)
             for whole in self._wholes.values():
                 copy_blocks(whole, moved)
+
+    def pack_blocks(self, block_ids: Sequence[int], packed: Array) -> None:
+        self._pack(block_ids, packed, reverse=False)
+
+    def unpack_blocks(self, block_ids: Sequence[int], packed: Array) -> None:
+        self._pack(block_ids, packed, reverse=True)
+
+    def _pack(self, block_ids: Sequence[int], packed: torch.Tensor, *, reverse: bool) -> None:
+        ids = upload(np.array(block_ids, np.int32), self.device)
+        for shape, whole in self._wholes.items():
+            pack_words(whole, packed, ids, self._offsets[shape], self._words, reverse=reverse)
+
+    def _lay_out_blocks(self) -> None:
+        """Note the places of all arrays in a whole block."""
+        arrays = self._arrays()
+        ends = np.cumsum([array[0].numel() * array.element_size() for array in arrays])
+        self._words = torch.int64 if not np.any(ends % 8) else torch.int16
+        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64) // self._words.itemsize
+        for shape in self._wholes:
+            alike = [number for number, array in enumerate(arrays) if tuple(array.shape) == shape]
+            self._offsets[shape] = upload(starts[alike], self.device)
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if shape not in self._wholes:

@@ -42,7 +42,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-LLAMA_CPP_PATHS = ("/completion", "/infill", "/props", "/slots")
+LLAMA_CPP_PATHS = ("/completion", "/infill", "/props", "/slots", "/slots/{id}")
 
 
 class ErrorDetail(msgspec.Struct):
@@ -115,6 +115,7 @@ _FAULTS: dict[FaultKind, tuple[int, str | None, int | None]] = {  # (HTTP status
     FaultKind.TOKEN_ID: (400, "invalid_token_id", None),
     FaultKind.GRAMMAR: (400, "invalid_grammar", None),
     FaultKind.UNKNOWN_BRANCH: (404, "branch_not_found", None),
+    FaultKind.UNKNOWN_SNAPSHOT: (404, "snapshot_not_found", None),
     FaultKind.SLOW_READER: (408, "slow_client", None),
     FaultKind.QUEUE_FULL: (429, "queue_full", 2),
     FaultKind.KEY_LIMIT: (429, "key_limit", 1),

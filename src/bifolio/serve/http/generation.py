@@ -22,8 +22,10 @@ from bifolio.serve.http.auth import Receive, Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.sampling import EngineParams
+from bifolio.serve.http.session_fields import session_of
 from bifolio.serve.protocols.openai_answers import PromptTokensDetails, Usage
 from bifolio.serve.protocols.openai_types import Generation, StreamOptions
+from bifolio.sessions import SessionHint
 from bifolio.text.stopping import OutputText, TokenEnd
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Job:
     images: tuple[PromptImage, ...] = ()  # of its only prompt
     model: str = ""  # as the answer names it
     adapters: list[tuple[str, float]] = field(default_factory=list)  # names and factors
+    session: SessionHint | None = None
 
     @classmethod
     def of(
@@ -89,6 +92,7 @@ class Job:
             model=request.model or context.name,
             adapters=context.adapters_of(request.model),
             wants_receipt=wanted_receipt(request, len(prompts)),
+            session=session_of(request, len(prompts)),
         )
 
 
@@ -178,6 +182,7 @@ class Run:
                     job.wants_receipt,
                     [Image.of(image) for image in job.images],
                     job.adapters,
+                    job.session,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

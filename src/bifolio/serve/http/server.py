@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from bifolio.api.client import EngineClient
-from bifolio.api.messages import KvEventSettings, Launch
+from bifolio.api.messages import KvEventSettings, Launch, SnapshotSettings
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
@@ -37,6 +37,7 @@ from bifolio.serve.process.supervisor import EngineProcess
 from bifolio.serve.views.vllm_metrics import with_vllm_names
 
 logger = logging.getLogger(__name__)
+SNAPSHOT_BYTES = 8 << 30  # of each key
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class ServerSettings:
     in_process: bool = False  # the engine runs on a thread of the front end
     kv_events: KvEventSettings | None = None  # where the engine publishes stored and removed blocks
     transfer: TransferSettings | None = None  # prefill and decode on separate engines
+    snapshots: SnapshotSettings = field(default_factory=lambda: SnapshotSettings("", SNAPSHOT_BYTES))  # of clients
     metrics_compat: str | None = None  # "vllm": metrics also under vLLM's names
 
 
@@ -174,7 +176,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
     reference = engine_options.get("model") or DEFAULT_MODEL
     model = open_text_model(reference)
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events,
-                    settings.transfer)  # fmt: skip
+                    settings.transfer, snapshots_of(settings, engine_options))  # fmt: skip
     engine = make_engine(settings, launch)
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
@@ -288,7 +290,7 @@ async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engi
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
             logger.info("memory plan: %s", line)
-        secret = secret_of(engine_options)
+        secret = secret_of(settings, engine_options)
         server = make_server(settings, context, settings.front_ends, secret)
         scheme = "https" if settings.tls_certificate else "http"
         server.address = f"{scheme}://{settings.host}:{settings.port}"
@@ -302,9 +304,19 @@ async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engi
             await branches.close(0.0 if server.force_exit else settings.drain_seconds + 5)
 
 
-def secret_of(engine_options: dict[str, Any]) -> bytes:
+def snapshots_of(settings: ServerSettings, engine_options: dict[str, Any]) -> SnapshotSettings | None:
+    """Where snapshots are kept: in the folder of the settings, or beside the files of the tiers."""
+    given, folder = settings.snapshots, engine_options.get("kv_offload_dir")
+    if given.folder or folder is None:
+        return given if given.folder else None
+    return SnapshotSettings(str(Path(folder).expanduser() / "snapshots"), given.max_bytes)
+
+
+def secret_of(settings: ServerSettings, engine_options: dict[str, Any]) -> bytes:
     """The secret behind the salts of keys: one for each start, or that of the files that outlive a start."""
     folder = engine_options.get("kv_offload_dir")
+    if folder is None:
+        folder = settings.snapshots.folder or None
     return new_secret() if folder is None else kept_secret(Path(folder).expanduser())
 
 

@@ -67,6 +67,7 @@ function clearPicture(sentence) {
   $("slots").replaceChildren();
   $("blocks-summary").textContent = sentence;
   $("slots-summary").textContent = $("waiting").textContent = "";
+  $("sessions-card").hidden = true;
 }
 
 // The same figures in other colours, or at another width.
@@ -176,7 +177,23 @@ function drawSlots(event) {
   $("slots").replaceChildren(...rows);
   $("slots-summary").textContent = `${event.slots.length} of ${event.max_num_seqs} in use`;
   const waiting = event.waiting.length;
+  drawSessions(event);
   $("waiting").textContent = waiting ? `${waiting >= 100 ? "100 or more" : waiting} waiting` : "no requests waiting";
+}
+
+// The conversations that this client named in its requests: warm, on disk, or gone.
+function drawSessions(event) {
+  const sessions = event.sessions ?? [];
+  $("sessions-card").hidden = !sessions.length;
+  const names = { warm: "warm", disk: "on disk", gone: "gone" };
+  const rows = sessions.map((session) => {
+    const left = session.pin ? "pinned" : session.ttl > 0 ? `${Math.ceil(session.ttl)} s` : "–";
+    const cells = [session.session_id, names[session.state], session.tokens, session.cached, left];
+    return make("tr", { className: session.state }, ...cells.map((cell) => make("td", { textContent: cell })));
+  });
+  $("sessions").replaceChildren(...rows);
+  const warm = sessions.filter((session) => session.state === "warm").length;
+  $("sessions-summary").textContent = `${warm} of ${sessions.length} warm`;
 }
 
 // -- charts ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ another one that takes less.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,12 @@ class Conversation:
     request_id: str  # of the engine, whose blocks may be kept
     body: bytes  # as the front end encoded it
     share: str = ""  # key or address of the client
+    salt: bytes = b""
+    token_ids: bytes = b""  # i32[t]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -48,7 +55,7 @@ class _Share:
 
 
 class ConversationStore:
-    """Entries by name. An entry is found by its owner alone."""
+    """Entries by name, for any thread. An entry is found by its owner alone."""
 
     def __init__(
         self, max_entries: int = MAX_ENTRIES, max_per_share: int = MAX_ENTRIES_PER_KEY, max_bytes: int = MAX_BYTES
@@ -59,9 +66,15 @@ class ConversationStore:
         self._entries: dict[str, Conversation] = {}
         self._shares: dict[str, _Share] = {}
         self._num_bytes = 0
+        self._lock = threading.RLock()
+        self.on_dropped: Callable[[str, Conversation], None] | None = None  # for want of room
+        self.on_miss: Callable[[m.Recall], bool] | None = None  # whether it answers itself
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def newest_first(self) -> list[tuple[str, Conversation]]:
+        return list(reversed(self._entries.items()))
 
     def handle(
         self, message: m.Remember | m.Recall, send: Callable[[m.FromEngine], None], thread: EngineThread
@@ -74,10 +87,12 @@ class ConversationStore:
             ended = self.add(message.name, _conversation(message))
         else:
             entry, ended = self.find(message.name, message.owner), []
+            if entry is None and self.on_miss is not None and self.on_miss(message):
+                return
             if entry is not None and message.drops:
                 self.drop(message.name)
                 ended = [entry.request_id]
-            send(m.Recalled(message.id) if entry is None else m.Recalled(message.id, entry.request_id, entry.body))
+            send(recalled(message.id, entry))
 
         def release(engine: InferenceEngine) -> None:
             for request_id in ended:
@@ -88,48 +103,64 @@ class ConversationStore:
 
     def add(self, name: str, entry: Conversation) -> list[str]:
         """Store an entry; the engine requests whose blocks need not be kept any longer."""
-        if len(entry.body) > min(MAX_ENTRY_BYTES, self._max_bytes):
+        with self._lock:
+            return self._add(name, entry)
+
+    def _add(self, name: str, entry: Conversation) -> list[str]:
+        if entry.num_bytes > min(MAX_ENTRY_BYTES, self._max_bytes):
             return [entry.request_id]
         dropped = [self._pop(name)] if name in self._entries else []
         share = self._shares.setdefault(entry.share, _Share())
         self._entries[name], share.names[name] = entry, None
-        self._num_bytes += len(entry.body)
-        share.num_bytes += len(entry.body)
+        self._num_bytes += entry.num_bytes
+        share.num_bytes += entry.num_bytes
         if len(share.names) > self._max_per_share:
-            dropped.append(self._pop_oldest(share))
+            dropped.append(self._make_room(share))
         while self._num_bytes > self._max_bytes:
-            dropped.append(self._pop_oldest(max([share, *self._shares.values()], key=lambda one: one.num_bytes)))
+            dropped.append(self._make_room(max([share, *self._shares.values()], key=lambda one: one.num_bytes)))
         while len(self._entries) > self._max_entries:
-            dropped.append(self._pop_oldest(max([share, *self._shares.values()], key=lambda one: len(one.names))))
+            dropped.append(self._make_room(max([share, *self._shares.values()], key=lambda one: len(one.names))))
         return [entry.request_id for entry in dropped]
 
     def find(self, name: str, owner: str) -> Conversation | None:
-        entry = self._entries.get(name)
-        if entry is None or entry.owner != owner:
-            return None
-        self._shares[entry.share].names.move_to_end(name)
-        return entry
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or entry.owner != owner:
+                return None
+            self._shares[entry.share].names.move_to_end(name)
+            return entry
 
     def drop(self, name: str) -> None:
-        if name in self._entries:
-            self._pop(name)
+        with self._lock:
+            if name in self._entries:
+                self._pop(name)
 
-    def _pop_oldest(self, share: _Share) -> Conversation:
-        return self._pop(next(iter(share.names)))
+    def _make_room(self, share: _Share) -> Conversation:
+        name = next(iter(share.names))
+        entry = self._pop(name)
+        if self.on_dropped is not None:
+            self.on_dropped(name, entry)
+        return entry
 
     def _pop(self, name: str) -> Conversation:
         entry = self._entries.pop(name)
         share = self._shares[entry.share]
         del share.names[name]
-        share.num_bytes -= len(entry.body)
-        self._num_bytes -= len(entry.body)
+        share.num_bytes -= entry.num_bytes
+        self._num_bytes -= entry.num_bytes
         if not share.names:
             del self._shares[entry.share]
         return entry
 
 
 def _conversation(message: m.Remember) -> Conversation:
-    return Conversation(message.owner, message.request_id, message.body, message.share)
+    return Conversation(message.owner, message.request_id, message.body, message.share, message.salt, message.token_ids)
+
+
+def recalled(message_id: str, entry: Conversation | None) -> m.Recalled:
+    if entry is None:
+        return m.Recalled(message_id)
+    return m.Recalled(message_id, entry.request_id, entry.body, entry.token_ids)
 
 
 def images_of(message: m.Start, model: TextModel) -> tuple[PromptImage, ...]:

@@ -229,15 +229,27 @@ class EngineConnection:
         picture: m.Picture = await self._ask(request_id, m.Look(request_id))
         return picture
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
+    def remember(
+        self,
+        name: str,
+        owner: str,
+        request_id: str,
+        body: bytes,
+        share: str = "",
+        *,
+        salt: bytes = b"",
+        token_ids: bytes = b"",
+    ) -> None:
         """Store a conversation that may be continued; without a body, its blocks are released."""
         if self._link is not None:
-            self._link.send(m.Remember(name, owner, request_id, body, share))
+            self._link.send(m.Remember(name, owner, request_id, body, share, salt, token_ids))
 
-    async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
+    async def recall(
+        self, name: str, owner: str, *, drops: bool = False, share: str = "", salt: bytes = b""
+    ) -> m.Recalled:
         """A stored conversation of this owner; with an empty body if there is none."""
         request_id = self.new_id()
-        found: m.Recalled = await self._ask(request_id, m.Recall(request_id, name, owner, drops))
+        found: m.Recalled = await self._ask(request_id, m.Recall(request_id, name, owner, drops, share, salt))
         return found
 
     async def adapt(self, name: str, path: str = "", *, in_place: bool = False) -> None:

@@ -35,10 +35,11 @@ from bifolio.serve.process.conversations import ConversationStore, add_or_fork, 
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import Live, ended, is_chosen_late, without_text
+from bifolio.serve.process.snapshots import VERBS, Snapshots
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
 from bifolio.serve.process.weight_control import control
-from bifolio.serve.views.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.serve.views.snapshot import blocks_of, sessions_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
 
@@ -64,6 +65,7 @@ class EngineService:
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _branches: BranchTable = field(init=False)
+    snapshots: Snapshots = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _pace: UpdatePace = field(init=False)
@@ -71,6 +73,7 @@ class EngineService:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._branches = BranchTable(self.llm.branches, self.send)
+        self.snapshots = Snapshots(self.llm, self.thread, self._branches, self._conversations, self.send)
         self._adapters = AdapterLoader(self.llm.engine.adapters)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
@@ -80,10 +83,17 @@ class EngineService:
         self.thread.stop()
         self._compiler.close()
         self._adapters.close()
-        self.llm.engine.close_tiers()
+        self.close_files()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
+
+    def close_files(self) -> None:
+        """Save stored responses and write waiting blocks; the engine's thread has ended."""
+        if self.thread.failure is None:
+            self.snapshots.save_all(self.llm.engine)
+        self.snapshots.close()
+        self.llm.engine.close_tiers()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
@@ -110,7 +120,7 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start):
-            is_fetched = (
+            is_fetched = self.snapshots.restore_session(message, self.handle) or (
                 self.transfer is not None
                 and not (message.branch or message.adapters)
                 and self.transfer.fetch(message, self._begin)
@@ -131,6 +141,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
             control(self.llm, self.thread, message, self.send)
+        elif isinstance(message, m.BranchCall) and message.verb in VERBS:
+            self.snapshots.handle(message)
         elif isinstance(message, m.BranchCall):
             self._post(message.id, lambda engine: self._branches.call(engine, message))
         elif isinstance(message, m.Remember | m.Recall):
@@ -180,8 +192,8 @@ class EngineService:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
         now = asdict(self.llm.engine.stats())
-        nested = now.pop("sharing") | now.pop("states") | now.pop("tiers")
-        stats = {name: float(value) for name, value in (now | nested).items()}
+        now |= now.pop("sharing") | now.pop("states") | now.pop("tiers")
+        stats = {name: float(value) for name, value in now.items()}
         stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:
@@ -244,17 +256,14 @@ class EngineService:
             self._start(engine, message, adapter, grammar)
 
     def _start(
-        self,
-        engine: InferenceEngine,
-        message: m.Start,
-        adapter: LoadedAdapter | None,
-        grammar: object | None = None,
+        self, engine: InferenceEngine, message: m.Start, adapter: LoadedAdapter | None, grammar: object | None = None
     ) -> None:
         if message.thinking is not None:
             grammar = self._after_thinking(message.thinking, grammar)
         values = {**message.params, **({} if grammar is None else {"grammar": grammar})}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         options: RequestOptions = {"salt": message.salt, "owner": message.share, "adapter": adapter}
+        options["session"] = message.session
         options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
             prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
@@ -323,7 +332,7 @@ class EngineService:
         for entry in [*slots, *waiting]:
             live = self._live.get(entry["id"])
             entry["owner"] = "" if live is None else live.owner
-        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine)))
+        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine), sessions_of(engine)))
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
@@ -336,6 +345,9 @@ class EngineService:
         if self._unstarted:
             for request_id in self._unstarted.intersection([result.request_id for result in results]):
                 live = self._live[request_id]
+                slot = self.llm.engine.batcher.slot_of(live.request.sequences[0])
+                if slot is not None:
+                    self.snapshots.slots.taken(slot, live.owner, live.request)
                 self._unstarted.discard(request_id)
                 self._turns.started(live.request.turn)
                 if not live.final_only:

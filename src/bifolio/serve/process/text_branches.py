@@ -113,6 +113,19 @@ class BranchTable:
         self._drop(entry)
         self._answer(message, entry, [entry.name])
 
+    def text_of(self, name: str, owner: str) -> tuple[list[int], bytes, int]:
+        """(Tokens, salt, tokens before the answer) of a branch."""
+        state = self._entry(name, owner).state
+        return state.token_ids, state.salt, state.num_prompt
+
+    def adopt(self, message: m.BranchCall, token_ids: list[int], salt: bytes, num_prompt: int) -> m.BranchReply:
+        """A new branch of tokens whose blocks may be in the cache."""
+        self._check_room(message.share, 1)
+        state = self._branches.open(token_ids, salt=salt, owner=message.share)
+        state.num_prompt = min(num_prompt, len(token_ids))
+        entry = self._add(Entry(state, f"branch_{secrets.token_hex(12)}", message.owner, message.share, _life(message)))
+        return m.BranchReply(message.id, [entry.name], state.num_tokens, state.num_prompt, entry.seconds)
+
     # -- requests ----------------------------------------------------------------------------------------------------
     def start(
         self, engine: InferenceEngine, message: m.Start, params: SamplingParams, options: RequestOptions

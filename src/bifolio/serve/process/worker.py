@@ -97,7 +97,7 @@ def serve(connection: socket.socket) -> int:
     threading.Thread(target=beat, name="bifolio-beat", daemon=True).start()
     service.thread.run()
     stopped.set()
-    service.llm.engine.close_tiers()
+    service.close_files()
     outbox.close()
     return 0 if service.thread.failure is None else 1
 
@@ -137,6 +137,8 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
         events = CacheEvents()
         service.publisher = KvEventPublisher(events, llm.engine.blocks.block_size, launch.kv_events)
         llm.engine.blocks.record_events(events)
+    if launch.snapshots is not None:
+        service.snapshots.open(launch.snapshots)
     if launch.transfer is not None and launch.transfer.role != "both":
         from bifolio.serve.process.block_transfer import BlockTransfer
 

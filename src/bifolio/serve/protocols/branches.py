@@ -63,35 +63,35 @@ async def open_branch(context: ServerContext, scope: Scope, receive: Receive, se
     if request.messages is not None:
         tokens = await chat_tokens(context, p.ChatRequest(messages=request.messages), ToolPlan(), tenant)
     else:
-        tokens = await _tokens(context, request.prompt or [], request.add_special_tokens)
+        tokens = await prompt_tokens(context, request.prompt or [], request.add_special_tokens)
     salt = tenant.salt + (request.cache_salt or "").encode()
     call = BranchCall("", "open", token_ids=tokens, salt=salt, seconds=request.ttl)
-    await send_json(send, _card(await _call(context, scope, receive, call)))
+    await send_json(send, branch_card(await _call(context, scope, receive, call)))
 
 
 async def fork(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.BranchFork)
     reply = await _call(context, scope, receive, BranchCall("", "fork", count=request.n))
-    await send_json(send, t.BranchList([_card(reply, name) for name in reply.names]))
+    await send_json(send, t.BranchList([branch_card(reply, name) for name in reply.names]))
 
 
 async def append(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.BranchAppend)
-    tokens = await _tokens(context, request.prompt, special=False)
+    tokens = await prompt_tokens(context, request.prompt, special=False)
     call = BranchCall("", "append", token_ids=tokens, to_answer=request.to_answer)
-    await send_json(send, _card(await _call(context, scope, receive, call)))
+    await send_json(send, branch_card(await _call(context, scope, receive, call)))
 
 
 async def truncate(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.BranchTruncate)
     await send_json(
-        send, _card(await _call(context, scope, receive, BranchCall("", "truncate", count=request.num_tokens)))
+        send, branch_card(await _call(context, scope, receive, BranchCall("", "truncate", count=request.num_tokens)))
     )
 
 
 async def look(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     reply = await _call(context, scope, receive, BranchCall("", "look"))
-    card = _card(reply)
+    card = branch_card(reply)
     card.token_ids = array("i", reply.token_ids).tolist()
     await send_json(send, card)
 
@@ -127,10 +127,16 @@ async def score(context: ServerContext, scope: Scope, receive: Receive, send: Se
 
 
 async def _call(context: ServerContext, scope: Scope, receive: Receive, call: BranchCall) -> BranchReply:
+    """Run a verb on the branch of a request's path."""
+    return await branch_verb(context, scope, receive, call, name=scope["path_params"].get("id", ""), salt=call.salt)
+
+
+async def branch_verb(
+    context: ServerContext, scope: Scope, receive: Receive, call: BranchCall, *, name: str, salt: bytes
+) -> BranchReply:
     """Run a verb in the engine for the client of a request."""
     tenant = tenant_of(scope)
-    name = scope["path_params"].get("id", "")
-    call = msgspec.structs.replace(call, name=name, owner=tenant.name, share=tenant.share)
+    call = msgspec.structs.replace(call, name=name, owner=tenant.name, share=tenant.share, salt=salt)
     with context.admission(tenant, 1):
         work = asyncio.ensure_future(context.engine.branch(call))
         try:
@@ -140,12 +146,12 @@ async def _call(context: ServerContext, scope: Scope, receive: Receive, call: Br
     return reply
 
 
-async def _tokens(context: ServerContext, prompt: str | list[int], special: bool) -> list[int]:
+async def prompt_tokens(context: ServerContext, prompt: str | list[int], special: bool) -> list[int]:
     [(_, tokens)] = await read_prompts(context, prompt, special)  # type: ignore[arg-type]
     return tokens
 
 
-def _card(reply: BranchReply, name: str | None = None) -> t.BranchCard:
+def branch_card(reply: BranchReply, name: str | None = None) -> t.BranchCard:
     return t.BranchCard(name or reply.names[0], reply.num_tokens, reply.num_prompt, reply.seconds)
 
 

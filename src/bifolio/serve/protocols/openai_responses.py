@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from bifolio.api.messages import Recalled
 from bifolio.serve.http.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, bad_request
@@ -79,6 +80,9 @@ def chat_request(request: ResponsesRequest, messages: list[p.Message]) -> p.Chat
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
+            session_id=request.session_id,
+            ttl=request.ttl,
+            pin=request.pin or None,
             thinking_budget=request.thinking_budget,
             reasoning_effort=effort,
             response_format=_format(request),
@@ -228,12 +232,14 @@ class ResponseCall:
             [*self.messages, answer],
             self.turn.rendered,
             tokenizer.decode(token_ids, skip_special_tokens=False),
-            array("i", [*job.prompts[0], *token_ids]).tobytes(),
             response,
             input_items(self.request),
         )
         body, tenant = msgspec.msgpack.encode(stored), job.tenant
-        context.engine.remember(self.id, tenant.name, job.request_id, body, tenant.share)
+        tokens = array("i", [*job.prompts[0], *token_ids]).tobytes()
+        context.engine.remember(
+            self.id, tenant.name, job.request_id, body, tenant.share, salt=tenant.salt, token_ids=tokens
+        )
         self.is_stored = True
 
 
@@ -263,10 +269,10 @@ async def create(context: ServerContext, scope: Scope, receive: Receive, send: S
     tenant, messages = tenant_of(scope), input_messages(request)
     history = None
     if request.previous_response_id is not None:
-        request_id, stored = await _find(context, request.previous_response_id, tenant)
+        found, stored = await _find(context, request.previous_response_id, tenant)
         messages = [*stored.messages, *messages]
-        tokens = array("i", stored.token_ids).tolist()
-        history = History(stored.prompt + stored.answer, tokens, request_id)
+        tokens = array("i", found.token_ids).tolist()
+        history = History(stored.prompt + stored.answer, tokens, found.request_id)
     turn = await prepare(context, chat_request(request, messages), tenant, history)
     turn.job.keeps = request.store
     call = ResponseCall(turn, request, messages)
@@ -277,12 +283,12 @@ async def create(context: ServerContext, scope: Scope, receive: Receive, send: S
             context.engine.remember("", tenant.name, turn.job.request_id, b"")
 
 
-async def _find(context: ServerContext, name: str, tenant: Tenant, *, drops: bool = False) -> tuple[str, Stored]:
-    found = await context.engine.recall(name, tenant.name, drops=drops)
+async def _find(context: ServerContext, name: str, tenant: Tenant, *, drops: bool = False) -> tuple[Recalled, Stored]:
+    found = await context.engine.recall(name, tenant.name, drops=drops, share=tenant.share, salt=tenant.salt)
     if not found.body:
         message = f"no response is stored under {name!r}: it was dropped or never stored"
         raise ApiError(404, message, "previous_response_not_found", param="previous_response_id")
-    return found.request_id, msgspec.msgpack.decode(found.body, type=Stored)
+    return found, msgspec.msgpack.decode(found.body, type=Stored)
 
 
 async def retrieve(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:

@@ -85,6 +85,9 @@ class BeamSearch(Strict, kw_only=True):
     diversity_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
 
 
+SessionSeconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
+
+
 class Generation(Strict, kw_only=True):
     """The fields that both kinds of completion share."""
 
@@ -130,6 +133,9 @@ class Generation(Strict, kw_only=True):
     return_token_ids: bool = False  # add `token_ids` to every choice
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # smaller goes first
     cache_salt: Name | None = None  # share cached prefixes only with the same salt
+    session_id: Name | None = None  # the conversation that the request belongs to
+    ttl: SessionSeconds | None = None  # seconds for which the session's blocks are evicted last; default 300
+    pin: bool = False  # until the session is released; it is saved when the server ends
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None  # seconds
     receipt: bool = False  # the answer carries a receipt, which `bifolio replay` runs again
     kv_transfer_params: FreeJson | None = None  # prefill and decode on separate engines, in vLLM's terms

@@ -18,6 +18,7 @@ from bifolio.serve.protocols.openai_types import (
     Name,
     Probability,
     Schema,
+    SessionSeconds,
     Strict,
     Text,
     Url,
@@ -99,6 +100,9 @@ class ResponsesRequest(Strict, kw_only=True):
     instructions: Text | None = None
     previous_response_id: Name | None = None
     store: bool = True
+    session_id: Name | None = None  # the conversation that the request belongs to
+    ttl: SessionSeconds | None = None  # seconds for which the session's blocks are evicted last; default 300
+    pin: bool = False  # until the session is released; it is saved when the server ends
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: Count | None = None
@@ -132,7 +136,6 @@ class Stored(msgspec.Struct, array_like=True):
     messages: list[Message]  # without instructions
     prompt: str  # as the template rendered it
     answer: str  # all tokens of the output as text
-    token_ids: bytes  # i32[t] of the prompt and the output
     response: dict[str, Any]
     items: list[dict[str, Any]]  # the input of this turn
 

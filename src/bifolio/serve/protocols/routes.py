@@ -12,6 +12,8 @@ from bifolio.serve.protocols import (
     openai_responses,
     rollouts,
     scores,
+    sessions,
+    snapshots,
 )
 from bifolio.serve.protocols.common import RouteRow
 
@@ -21,6 +23,8 @@ PROTOCOL_ROUTES: tuple[RouteRow, ...] = (
     *anthropic.ROUTES,
     *openai_responses.ROUTES,
     *branches.ROUTES,
+    *snapshots.ROUTES,
+    *sessions.ROUTES,
     *rollouts.ROUTES,
     *ollama.ROUTES,
     *llama_cpp.ROUTES,

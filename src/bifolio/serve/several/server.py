@@ -48,10 +48,10 @@ def several_server(
     settings: ServerSettings, models: SeveralModels, engine_options: dict[str, Any]
 ) -> tuple[ModelPool, Server]:
     """The pool of engines, and the server in front of it."""
-    keys, hosts = KeyRing(settings.keys, secret_of(engine_options)), answered_hosts(settings)
+    keys, hosts = KeyRing(settings.keys, secret_of(settings, engine_options)), answered_hosts(settings)
 
     def open_model(source: ModelSource) -> AbstractAsyncContextManager[ServerContext]:
-        options = {**engine_options, "model": source.reference, "memory": models.cache_bytes}
+        options = {**engine_options, "memory": models.cache_bytes, **source.options, "model": source.reference}
         return running_context(replace(settings, model_name=source.name), options)
 
     app_of: Any = partial(make_app, keys=keys, cors_origins=settings.cors_origins, hosts=hosts)

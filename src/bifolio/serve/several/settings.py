@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bifolio.errors import BifolioError, ConfigError
 from bifolio.model.loader import open_text_model
@@ -23,6 +24,7 @@ class ModelSource:
     name: str  # as clients see it
     reference: str
     num_bytes: int  # of weights, cache and processes
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of its engine, where they are its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,27 @@ class SeveralModels:
                 )
 
 
-def find_models(references: Sequence[str], folder: Path | None, cache_bytes: int) -> tuple[ModelSource, ...]:
-    """The named models, and those in a folder; names must differ."""
+def find_models(
+    references: Sequence[str], folder: Path | None, cache_bytes: int, presets: Sequence[ModelSource] = ()
+) -> tuple[ModelSource, ...]:
+    """The named models, those of presets, and those in a folder; names must differ."""
     wanted = [*references, *([] if folder is None else _in_folder(folder))]
-    sources: dict[str, ModelSource] = {}
+    sources = {source.name: source for source in presets}
     for reference in wanted:
         name = public_name(reference, None)
         if name in sources:
             other = sources[name].reference
             raise ConfigError(f"{reference!r} and {other!r} are both called {name!r}: rename one of them")
-        path = open_text_model(reference).path
-        sources[name] = ModelSource(name, reference, file_bytes(path) + cache_bytes + PROCESS_BYTES)
+        sources[name] = model_source(name, reference, cache_bytes)
     if not sources:
         raise ConfigError(f"--models-dir {str(folder)!r} holds no .gguf file and no model folder: pass another")
     return tuple(sources.values())
+
+
+def model_source(name: str, reference: str, cache_bytes: int, options: Mapping[str, Any] | None = None) -> ModelSource:
+    """A model with the bytes that it takes."""
+    num_bytes = file_bytes(open_text_model(reference).path) + cache_bytes + PROCESS_BYTES
+    return ModelSource(name, reference, num_bytes, options or {})
 
 
 def _in_folder(folder: Path) -> list[str]:

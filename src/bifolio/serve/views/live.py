@@ -73,8 +73,15 @@ async def picture(context: ServerContext, tenant: Tenant) -> dict[str, Any]:
         own = {entry["slot"] for entry in slots if entry["id"]}
         seen |= {"slots": slots, "stats": found.stats}
         seen["waiting"] = [visible_entry(entry, tenant) for entry in found.waiting]
+        seen["sessions"] = visible_sessions(found.sessions, tenant)
         seen["blocks"] = base64.b64encode(_visible_blocks(found.blocks, own)).decode()
     return seen
+
+
+def visible_sessions(sessions: list[dict[str, Any]], tenant: Tenant) -> list[dict[str, Any]]:
+    """The conversations of this client."""
+    own = [entry for entry in sessions if entry["owner"] == tenant.share]
+    return [{name: value for name, value in entry.items() if name != "owner"} for entry in own]
 
 
 def visible_entry(entry: dict[str, Any], tenant: Tenant) -> dict[str, Any]:

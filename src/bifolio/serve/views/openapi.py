@@ -12,6 +12,8 @@ from bifolio.serve.protocols import branch_types as b
 from bifolio.serve.protocols import openai_answers as r
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols import rollout_types as t
+from bifolio.serve.protocols import sessions as se
+from bifolio.serve.protocols import snapshot_types as sn
 from bifolio.serve.protocols.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
 from bifolio.serve.protocols.ignored import describe
@@ -56,6 +58,14 @@ BRANCH_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/v1/branches/{id}/truncate", "post", "Cut a branch", b.BranchTruncate, b.BranchCard),
     ("/v1/branches/{id}/generate", "post", "Generate behind a branch", b.BranchGenerate, r.Completion),
     ("/v1/branches/{id}/score", "post", "Score continuations of a branch", b.BranchScore, b.ScoreList),
+    ("/v1/snapshots", "post", "Save a text with its part of the cache", sn.SnapshotSave, sn.SnapshotCard),
+    ("/v1/snapshots", "get", "The snapshots of this key", None, sn.SnapshotList),
+    ("/v1/snapshots/{id}", "get", "A snapshot", None, sn.SnapshotCard),
+    ("/v1/snapshots/{id}", "delete", "Remove a snapshot", None, sn.RemovedSnapshot),
+    ("/v1/snapshots/{id}/restore", "post", "Continue a snapshot as a branch", sn.SnapshotRestore, b.BranchCard),
+    ("/v1/sessions", "get", "The conversations of this client, and where their blocks are", None, se.SessionList),
+    ("/v1/sessions/{id}", "delete", "Release a conversation", None, se.ReleasedSession),
+    ("/slots/{id}", "post", "Save, restore or erase a slot, as llama.cpp does", sn.SlotFile, sn.SlotResult),
 )
 ROLLOUT_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     (

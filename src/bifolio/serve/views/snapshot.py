@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from bifolio.sequence import Sequence
 FREE, CACHED, HELD = 0, 1, m.BLOCK_HELD
 COLOURS = m.BLOCK_COLOURS
 MAX_WAITING = 100  # listed; the others are counted
+MAX_SESSIONS = 200  # listed, the newest
 
 
 def slots_of(engine: InferenceEngine) -> list[dict[str, Any]]:
@@ -49,6 +51,21 @@ def _entry(sequence: Sequence) -> dict[str, Any]:
         "accepted": sequence.num_accepted,
         "beams": 0 if request.search is None else len(request.search.members),
     }
+
+
+def sessions_of(engine: InferenceEngine) -> list[dict[str, Any]]:
+    """The conversations that clients named: warm (in the cache), disk (the rest is in a tier) or gone."""
+    size, tiers, now = engine.blocks.block_size, engine.tiers, time.monotonic()
+    found = []
+    for session, num_cached in engine.blocks.sessions()[:MAX_SESSIONS]:
+        count = len(session.digests)
+        in_tier = 0 if tiers is None or num_cached == count else sum(map(tiers.has, session.digests))
+        state = "warm" if num_cached == count else "disk" if tiers is not None and in_tier == count else "gone"
+        left = None if session.hint.pin else max(session.expires - now, 0.0)
+        entry = {"session_id": session.hint.name, "owner": session.owner, "state": state, "tokens": session.num_tokens}
+        entry |= {"cached": num_cached * size, "protected": session.num_protected * size}
+        found.append({**entry, "ttl": left, "pin": session.hint.pin})
+    return found
 
 
 def blocks_of(engine: InferenceEngine) -> bytes:

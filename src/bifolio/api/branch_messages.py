@@ -1,0 +1,60 @@
+"""The messages about branches and snapshots, which `bifolio.api.messages` has among all others."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
+SnapshotVerb: TypeAlias = Literal[
+    "save", "restore", "list", "forget", "save_slot", "restore_slot", "erase_slot", "forget_session"
+]
+
+
+class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
+    """A verb on a branch (`serve.process.text_branches`), or on snapshots (`serve.process.snapshots`)."""
+
+    id: str
+    verb: Literal["open", "look", "append", "truncate", "fork", "close"] | SnapshotVerb
+    name: str = ""
+    owner: str = ""  # name of the tenant
+    share: str = ""  # key or address of the client
+    token_ids: list[int] = []
+    count: int = 0  # of forks, or of tokens to keep
+    to_answer: bool = False
+    salt: bytes = b""
+    seconds: float = 0.0  # time to live
+    file: str = ""  # name of a snapshot
+    cache_salt: bytes = b""  # of a snapshot, behind the salt of the key
+    response: str = ""  # name of a stored response that is saved
+    recompute: bool = False  # tokens of a snapshot of another arithmetic
+
+
+class SnapshotSettings(msgspec.Struct, frozen=True):
+    """Where snapshots of clients are kept (`serve.process.snapshots`)."""
+
+    folder: str
+    max_bytes: int  # of each key
+
+
+class SnapshotInfo(msgspec.Struct, array_like=True):
+    """A snapshot in a file."""
+
+    name: str
+    num_tokens: int
+    num_bytes: int
+    created: float
+    is_response: bool = False  # a stored response that the server saved itself
+
+
+class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
+    """A branch, or snapshots, after a verb."""
+
+    id: str
+    names: list[str]  # its own, or those of its forks
+    num_tokens: int
+    num_prompt: int  # tokens before the answer
+    seconds: float  # time to live
+    token_ids: bytes = b""  # i32[t], where they were asked for
+    snapshots: list[SnapshotInfo] = []
