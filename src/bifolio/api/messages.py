@@ -262,6 +262,7 @@ class Ended(msgspec.Struct, array_like=True):
     receipt: dict[str, Any] | None = None
     weight_version: int = 0  # of the weights that computed the last token
     num_weight_changes: int = 0
+    num_forced_tokens: int = 0  # of the output: appended without a step
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -281,6 +281,7 @@ class InferenceEngine(KeptConversations):
     def stats(self) -> EngineStats:
         self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)
         self._counters.sharing = self.shares.get_stats()
+        self._counters.num_forced_tokens = self.slots.forced.num_tokens
         if self.tiers is not None:
             self._counters.tiers = self.tiers.stats()
         return self._counters
@@ -288,7 +289,7 @@ class InferenceEngine(KeptConversations):
     def reset_stats(self) -> None:
         """Set all counters to 0."""
         self._counters = EngineStats()
-        self.batcher.num_prompt_tokens = self.batcher.num_cached_tokens = 0
+        self.batcher.num_prompt_tokens = self.batcher.num_cached_tokens = self.slots.forced.num_tokens = 0
 
     # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:

@@ -22,7 +22,7 @@ from bifolio.serve.http.auth import Receive, Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.sampling import EngineParams
-from bifolio.serve.protocols.openai_answers import PromptTokensDetails, Usage
+from bifolio.serve.protocols.openai_answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from bifolio.serve.protocols.openai_types import Generation, StreamOptions
 from bifolio.text.stopping import OutputText, TokenEnd
 
@@ -133,6 +133,7 @@ class Run:
     arrival: float = field(default_factory=time.perf_counter)
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_forced_tokens: int = 0
     ended: Ended | None = None  # times of the last engine request that ended
     _stream: UpdateStream | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -256,6 +257,7 @@ class Run:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
             self.ended = update.ended
+            self.num_forced_tokens += update.ended.num_forced_tokens
             metrics.request_ended(update.ended, now - self.arrival)
             if not self.job.stream:
                 metrics.first_tokens_ended(update.ended, max(self._lengths.values(), default=0))
@@ -325,7 +327,8 @@ class Run:
     def usage(self) -> Usage:
         prompt = sum(len(tokens) for tokens in self.job.prompts)
         details = PromptTokensDetails(self.num_cached_tokens)
-        return Usage(prompt, self.num_completion_tokens, prompt + self.num_completion_tokens, details)
+        total, forced = prompt + self.num_completion_tokens, CompletionTokensDetails(self.num_forced_tokens)
+        return Usage(prompt, self.num_completion_tokens, total, details, forced)
 
 
 @dataclass(slots=True)

@@ -283,7 +283,7 @@ class EngineConnection:
 
 COUNTERS = frozenset(
     ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "num_prompt_tokens",
-     "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "cpu_seconds")
+     "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "cpu_seconds", "num_forced_tokens")
 )  # fmt: skip
 
 
