@@ -134,6 +134,7 @@ class Run:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     num_forced_tokens: int = 0
+    receipts: list[dict[str, Any]] = field(default_factory=list)  # one for each prompt that ended
     ended: Ended | None = None  # times of the last engine request that ended
     _stream: UpdateStream | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -176,7 +177,7 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
-                    job.wants_receipt,
+                    job.wants_receipt or (self.context.receipts is not None and not job.images),
                     [Image.of(image) for image in job.images],
                     job.adapters,
                 )
@@ -257,6 +258,8 @@ class Run:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
             self.ended = update.ended
+            if update.ended.receipt is not None:
+                self.receipts.append(update.ended.receipt)
             self.num_forced_tokens += update.ended.num_forced_tokens
             metrics.request_ended(update.ended, now - self.arrival)
             if not self.job.stream:
