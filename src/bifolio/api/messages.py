@@ -112,9 +112,11 @@ class Control(msgspec.Struct, tag="control", omit_defaults=True):
     """Pause the engine, let it go on, or give it other weights."""
 
     id: str
-    verb: Literal["pause", "resume", "update", "reset"]
+    verb: Literal["pause", "resume", "update", "reset", "sleep", "wake", "look"]
     aborts: bool = False  # of a pause: requests end, else they wait
     path: str = ""  # folder of the weights
+    level: int = 1  # of sleep
+    tags: list[str] | None = None  # the parts that wake; None: all
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -324,6 +326,7 @@ class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
 class Controlled(msgspec.Struct, tag="controlled"):
     id: str
     weight_version: int
+    is_sleeping: bool = False
 
 
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds

@@ -108,6 +108,7 @@ class InferenceEngine(KeptConversations):
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
         self.weight_version = 0  # counts the exchanges of weights
+        self.asleep: set[str] = set()  # the parts whose memory was given back (`engine.sleep`); no step runs
         self.factory = RequestFactory(model, config, self.blocks, self.requests, self.runner.images is not None)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
