@@ -34,6 +34,7 @@ _HOME = {
     "RequestOutput": "bifolio.api.outputs",
     "CompletionOutput": "bifolio.api.outputs",
     "LanguageModel": "bifolio.api.language_model",
+    "write_delta": "bifolio.api.weight_delta",
     "ModelConfig": "bifolio.config",
     "SpeculativeConfig": "bifolio.config",
     "InferenceEngine": "bifolio.engine.engine",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from bifolio.api.outputs import Logprob as Logprob
     from bifolio.api.outputs import RequestOutput as RequestOutput
     from bifolio.api.outputs import Score as Score
+    from bifolio.api.weight_delta import write_delta as write_delta
     from bifolio.beam_params import BeamSearchParams as BeamSearchParams
     from bifolio.cache.block_manager import KVCacheBlockManager as KVCacheBlockManager
     from bifolio.config import ModelConfig as ModelConfig

@@ -79,6 +79,7 @@ class RequestMetrics:
     finished: float = 0.0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
+    num_forced_tokens: int = 0  # of the output: appended without a step, because a grammar left no choice
     weight_version: int = 0  # of the weights that computed the last token
     num_weight_changes: int = 0  # while the request was in flight
 

@@ -19,7 +19,7 @@ def folder_of(name: str) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dense", "gemma3", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["dense", "gemma3", "gpt2", "qwen2", "lfm2"])
 def test_logprobs_of_a_rollout_are_those_of_the_trainer(name: str) -> None:
     folder = folder_of(name)
     llm = LLM(str(folder), kernels="native", block_size=8, max_model_len=96, num_blocks=40, chunk_size=7)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bifolio import LLM, SamplingParams
+from bifolio import LLM, SamplingParams, write_delta
 from bifolio.errors import ConfigError
-from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.model.huggingface.hf_loader import folder_tensors, load_folder
+from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.sequence import StepResult
 from helpers import cpu_kernel_names, fresh_folder, tiny_folder, tiny_tensors
 
@@ -109,3 +112,45 @@ def test_wrong_weights_are_refused_and_change_nothing() -> None:
     assert embedded.reset_prefix_cache()
     assert outcome(llm) == before
     assert llm.engine.weight_version == 0
+
+
+def test_sparse_deltas_in_a_row(tmp_path: Path) -> None:
+    """Each holds the changed elements alone, and applies to the weights before it alone."""
+    folder, _ = folders()
+    steps = [folder]
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        found = {name: np.array(tensor.dequantize()) for name, tensor in folder_tensors(steps[-1]).items()}
+        for name in list(found)[number::3]:
+            flat = found[name].reshape(-1)
+            flat[rng.integers(0, len(flat), 2)] += np.float32(0.25)
+        steps.append(tmp_path / f"step-{number}")
+        shutil.copytree(folder, steps[-1])
+        write_safetensors(steps[-1] / "model.safetensors", found, {"format": "pt"})
+    llm = make_llm(folder)
+    for number, (old, new) in enumerate(itertools.pairwise(steps)):
+        file = tmp_path / f"{number}.safetensors"
+        assert 0 < write_delta(old, new, file) < 0.05
+        assert file.stat().st_size < (new / "model.safetensors").stat().st_size / 5
+        assert llm.load_weights(file) == number + 1
+        assert outcome(llm) == outcome(make_llm(new))
+        assert llm.identity["digest"] == make_llm(new).identity["digest"]
+        with pytest.raises(ConfigError, match="for weights with the digest"):
+            llm.load_weights(file)  # it is applied already
+    assert write_delta(steps[-1], steps[-1], tmp_path / "none.safetensors") == 0
+    before = outcome(llm)
+    llm.load_weights(tmp_path / "none.safetensors")
+    assert outcome(llm) == before
+    with pytest.raises(ConfigError, match="no delta of the format"):
+        llm.load_weights(folder / "model.safetensors")
+
+
+def test_named_tensors_change_the_weights_that_are_loaded() -> None:
+    """Tensors that are not named stay those of the newest weights, not those of the first folder."""
+    old, new = folders()
+    llm = make_llm(old)
+    llm.load_weights(new)
+    expected = outcome(llm)
+    [(name, tensor)] = [item for item in folder_tensors(new).items() if item[0] == "model.norm.weight"]
+    llm.load_weights([(name, np.array(tensor.dequantize()))])
+    assert outcome(llm) == expected

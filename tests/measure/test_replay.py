@@ -176,3 +176,27 @@ def test_the_verb(tmp_path: Path) -> None:
     assert compared.exit_code == 1, compared.output
     rows = json.loads(compared.stdout)["against"]["layers"]
     assert rows[0]["operation"] == "embed"
+
+
+@pytest.mark.full
+def test_the_receipts_of_generate(tmp_path: Path) -> None:
+    """One of each prompt of a file, one of a streamed text, one of a beam search."""
+    folder = tiny_folder(fresh_folder("replayed"), tokenizer=True)
+    idle = LLM(str(folder), kernels="native", max_model_len=64, num_blocks=64)
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "Once upon", "n": 2}\n{"prompt": "The fox"}\n')
+    base = ["generate", "--model", str(folder), "-n", "6", "--max-model-len", "64"]
+    for number, (more, count) in enumerate([
+        (["--input", str(source)], 2), (["Once upon"], 1), (["--json", "Once upon"], 1), (["--beams", "2", "Once"], 1),
+    ]):  # fmt: skip
+        target = tmp_path / f"receipts-{number}"
+        done = CliRunner().invoke(build_app(["generate"]), [*base, *more, "--receipts", str(target)])
+        assert done.exit_code == 0, done.output
+        assert sorted(path.name for path in target.iterdir()) == [f"{index}.json" for index in range(1, count + 1)]
+        for path in target.iterdir():
+            assert replay(idle, read_receipt(path)).is_equal
+    taken = tmp_path / "file"
+    taken.write_text("")
+    refused = CliRunner().invoke(build_app(["generate"]), [*base, "--receipts", str(taken), "a"])
+    assert refused.exit_code != 0
+    assert "--receipts" in refused.output

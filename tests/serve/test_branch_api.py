@@ -6,13 +6,15 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import ENGINE, RunningServer, model_folder, running_server
+from serving import ENGINE, RunningServer, model_folder, running_server, sse_events
 
 from bifolio import LLM
+from bifolio.api.receipts import read_receipt
 from bifolio.measure.replay import replay
 from bifolio.serve.process import text_branches
 
@@ -191,3 +193,29 @@ def test_an_answer_carries_a_receipt(http: httpx.Client) -> None:
         "leave out `stream`"
         in post(http, "/v1/completions", 400, prompt="a", stream=True, receipt=True)["error"]["message"]
     )
+
+
+def test_a_server_keeps_the_receipts_of_all_answers(tmp_path: Path) -> None:
+    """Whole, streamed and several prompts, in every protocol; an aborted answer has none."""
+    folder = tmp_path / "receipts"
+    llm = LLM(str(model_folder()), **ENGINE)
+    options = {"temperature": 0.9, "max_tokens": 12}
+    with running_server(receipts=folder) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        whole = post(http, "/v1/completions", prompt=PROMPT, return_token_ids=True, **options)
+        assert "receipt" not in whole
+        asked = post(http, "/v1/completions", prompt=PROMPT, receipt=True, **options)
+        two = post(http, "/v1/completions", prompt=[PROMPT, "The fox"], stop="e", **options)
+        body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True, **options}
+        events = sse_events(http.post("/v1/chat/completions", json=body).text)
+        post(http, "/api/generate", model="tiny", prompt=PROMPT, stream=False)
+        with http.stream("POST", "/v1/completions", json={"prompt": PROMPT, "max_tokens": 400, "stream": True,
+                                                          "ignore_eos": True}) as cut:  # fmt: skip
+            next(cut.iter_lines())
+    names = {path.stem for path in folder.iterdir()}
+    assert {whole["id"], asked["id"], f"{two['id']}-0", f"{two['id']}-1", events[0]["id"]} <= names
+    assert len(names) == 6
+    for path in folder.iterdir():
+        assert replay(llm, read_receipt(path)).mismatch is None
+    kept = read_receipt(folder / f"{whole['id']}.json")
+    assert kept["answer"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+    assert read_receipt(folder / f"{asked['id']}.json") == asked["receipt"]

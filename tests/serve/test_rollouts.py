@@ -133,3 +133,43 @@ def test_updates_are_refused_unless_they_are_allowed() -> None:
             assert refused.status_code == 403
             assert "--allow-updates" in refused.json()["error"]["message"]
         assert http.post("/update_weights", json={"weight_dir": "/x"}).status_code == 403
+
+
+def test_a_sleeping_server_keeps_requests_waiting(server: RunningServer) -> None:
+    with server.http() as http:
+        before = rollout(http)
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert http.post("/sleep", params={"level": 2}).status_code == 200
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.get("/health").status_code == 200
+        refused = http.post("/resume")
+        assert refused.status_code == 400
+        assert "/wake_up" in refused.json()["error"]["message"]
+        found: list[dict[str, Any]] = []
+        thread = threading.Thread(target=lambda: found.append(rollout(http)))
+        thread.start()
+        http.post("/wake_up", params={"tags": "weights"})
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        time.sleep(0.3)
+        assert not found
+        http.post("/wake_up", params={"tags": "kv_cache"})
+        thread.join(20)
+        assert found[0]["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+        for path in ("/sleep?level=3", "/sleep?mode=soon", "/wake_up?tags=heads"):
+            assert http.post(path).status_code == 400, path
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def test_a_request_in_flight_continues_after_sleep(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    with server.http() as http:
+        expected = http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
+        thread.start()
+        time.sleep(0.05)
+        assert http.post("/sleep").status_code == 200
+        time.sleep(0.2)
+        assert http.post("/wake_up").status_code == 200
+        thread.join(30)
+        assert answers[0].json()["choices"][0]["token_ids"] == expected

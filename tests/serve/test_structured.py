@@ -8,12 +8,13 @@ import threading
 import time
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
 from serving import RunningServer, running_server, sse_events
 
-from helpers import tiny_folder, without_decoder
+from helpers import tiny_folder, tiny_tokenizer, without_decoder
 
 pytestmark = pytest.mark.full  # each module starts a server
 
@@ -61,6 +62,61 @@ def test_response_format_json_schema(client: openai.OpenAI) -> None:
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
     jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.full
+def test_forced_tokens_are_counted(server: RunningServer, client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "seed": 1}
+
+    def num_forced() -> float:
+        time.sleep(0.3)  # the engine reports its counters in intervals
+        found = re.search(r"^bifolio:forced_tokens_total (.*)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+        return 0.0 if found is None else float(found[1])
+
+    counts, before = [], num_forced()
+    for more in ({"response_format": form}, {"response_format": form, "logprobs": True}, {}):
+        usage = client.chat.completions.create(**options, **more).usage
+        assert usage is not None
+        counts.append(usage.model_dump()["completion_tokens_details"]["forced_tokens"])
+    assert counts[0] > 5  # `{"n":`, `,"s":"` and the end
+    assert counts[1:] == [0, 0]
+    deadline = time.monotonic() + 10
+    while num_forced() < before + counts[0]:
+        assert time.monotonic() < deadline, "the counter of forced tokens does not show them"
+        time.sleep(0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["response_format", "structured_outputs"])
+def test_a_structural_tag_begins_at_its_trigger(client: openai.OpenAI, where: str) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+            "additionalProperties": False}  # fmt: skip
+    tag = {"begin": "<city>", "content": {"type": "json_schema", "json_schema": city}, "end": "</city>"}
+    form = {"type": "triggered_tags", "triggers": ["<"], "tags": [tag], "at_least_one": True, "stop_after_first": True}
+    asked: Any = {"type": "structural_tag", "format": form}
+    body = (
+        {"response_format": asked} if where == "response_format" else {"structured_outputs": {"structural_tag": asked}}
+    )
+    [trigger] = tiny_tokenizer().encode("<", add_special_tokens=False).ids
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=100, seed=seed, logit_bias={str(trigger): 12}, extra_body=body
+        ).choices[0]
+        found = re.fullmatch(r"([^<]*)<city>(.*)</city>", answer.message.content or "", re.DOTALL)
+        assert found is not None
+        assert answer.finish_reason == "stop"
+        jsonschema.validate(json.loads(found[2]), city)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "words"), [
+    ({"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "[", "schema": {}}]}, "add one to"),
+    ({"type": "json_object", "triggers": ["<"]}, "triggers needs"),
+])  # fmt: skip
+def test_a_structural_tag_with_a_mistake_is_refused(client: openai.OpenAI, form: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
 
 
 @pytest.mark.full

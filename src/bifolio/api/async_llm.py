@@ -21,6 +21,7 @@ from bifolio.api.shared_engine import Start
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.requests import as_token_ids
+from bifolio.engine.sleep import checked_tags, fall_asleep, wake
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import ConfigError, EngineDeadError, RequestError
@@ -123,6 +124,30 @@ class AsyncLLM:
             return requests
         finally:
             self._forget(requests)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`, as `LLM.sleep` does; requests wait."""
+
+        def sleep(engine: InferenceEngine) -> None:
+            fall_asleep(engine, level)
+            self.thread.is_paused = True
+
+        await asyncio.wrap_future(self.thread.call(sleep))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Go on, as `LLM.wake_up` does."""
+        checked_tags(tags)
+        weights = await asyncio.to_thread(self.llm.awake_weights, tags)
+
+        def awake(engine: InferenceEngine) -> None:
+            wake(engine, tags, weights)
+            self.thread.is_paused = bool(engine.asleep)
+
+        await asyncio.wrap_future(self.thread.call(awake))
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory was given back and not all of it is in use again."""
+        return await self.with_engine(lambda: bool(self.llm.engine.asleep))
 
     async def with_engine(self, function: Callable[[], T]) -> T:
         """Call a function between two steps."""

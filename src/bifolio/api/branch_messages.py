@@ -57,4 +57,5 @@ class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
     num_prompt: int  # tokens before the answer
     seconds: float  # time to live
     token_ids: bytes = b""  # i32[t], where they were asked for
+    blocks: list[int] = []  # of the cache that hold its tokens, where they were asked for
     snapshots: list[SnapshotInfo] = []

@@ -22,6 +22,7 @@ from bifolio.api.messages import (
     BranchCall,
     BranchReply,
     Control,
+    Controlled,
     Hello,
     Picture,
     Pooling,
@@ -145,8 +146,8 @@ class EngineClient(Protocol):
         """Run a verb on a branch; its id is set here."""
         ...
 
-    async def control(self, control: Control) -> int:
-        """Pause, resume, or update the engine; the version of its weights."""
+    async def control(self, control: Control) -> Controlled:
+        """Pause, resume, update the engine or let it sleep; its state afterwards."""
         ...
 
     def fail_all(self, error: Exception) -> None:

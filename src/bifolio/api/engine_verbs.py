@@ -11,8 +11,9 @@ from bifolio.api.shared_engine import SharedEngine, Start
 from bifolio.api.weight_update import Source, updated_model
 from bifolio.engine.branches import BranchOwner
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.sleep import checked_tags, fall_asleep, wake
 from bifolio.engine.weight_swap import replace_weights
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, RequestError
 from bifolio.model.digests import model_digest, numerics
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, prepare
@@ -68,6 +69,30 @@ class EngineVerbs:
         self.model = model
         vars(self).pop("identity", None)
         return version
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: the cache (level 1), or the cache and the weights (level 2)."""
+
+        def sleep() -> None:
+            if self.engine.has_work:
+                raise RequestError("requests are in flight: wait for them, or abort them, before the LLM sleeps")
+            fall_asleep(self.engine, level)
+
+        self.with_engine(sleep)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Go on; `tags` wakes "weights" or "kv_cache" alone. Weights that slept are prepared from the model's files."""
+        checked_tags(tags)
+        self.with_engine(lambda: wake(self.engine, tags, self.awake_weights(tags)))
+
+    def awake_weights(self, tags: Sequence[str] | None) -> ModelWeights | None:
+        """Prepared weights for an engine whose weights sleep and are to wake."""
+        wakes = "weights" in self.engine.asleep and (tags is None or "weights" in tags)
+        return prepare(self.model.weights, self.engine.runner.kernels) if wakes else None
+
+    def is_sleeping(self) -> bool:
+        """Whether memory was given back and not all of it is in use again."""
+        return bool(self.engine.asleep)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""

@@ -207,13 +207,14 @@ class LLM(EngineVerbs, PoolingCalls):
         *,
         use_tqdm: bool | None = None,
         lora_request: LoRA = None,
+        receipts: bool = False,
     ) -> list[RequestOutput]:
         """Run a beam search for every prompt; `.outputs` are sorted best first and have a `.score`.
 
         They are fewer than asked for where fewer texts are possible. A search without any has an `.error`.
         """
         batch = as_prompts(prompts)
-        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm, lora_request)
+        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm, lora_request, receipts)
 
     def _run(
         self,

@@ -105,9 +105,11 @@ class Control(msgspec.Struct, tag="control", omit_defaults=True):
     """Pause the engine, let it go on, or give it other weights."""
 
     id: str
-    verb: Literal["pause", "resume", "update", "reset"]
+    verb: Literal["pause", "resume", "update", "reset", "sleep", "wake", "look"]
     aborts: bool = False  # of a pause: requests end, else they wait
     path: str = ""  # folder of the weights
+    level: int = 1  # of sleep
+    tags: list[str] | None = None  # the parts that wake; None: all
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -259,6 +261,7 @@ class Ended(msgspec.Struct, array_like=True):
     receipt: dict[str, Any] | None = None
     weight_version: int = 0  # of the weights that computed the last token
     num_weight_changes: int = 0
+    num_forced_tokens: int = 0  # of the output: appended without a step
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -309,6 +312,7 @@ class AdapterList(msgspec.Struct, tag="adapters"):
 class Controlled(msgspec.Struct, tag="controlled"):
     id: str
     weight_version: int
+    is_sleeping: bool = False
 
 
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds

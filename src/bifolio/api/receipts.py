@@ -7,6 +7,7 @@ and the facts of the arithmetic (`model.digests`), and a digest of all this. `me
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from hashlib import blake2b
@@ -61,6 +62,19 @@ def request_facts(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "max_tokens": request.max_tokens - given,
     }
+
+
+def write_receipt(folder: Path, name: str, receipt: Receipt) -> Path:
+    """Write `NAME.json` into a folder, whole or not at all; an existing file is replaced."""
+    path = folder / f"{name}.json"
+    new = folder / f".{name}.{os.getpid()}.new"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(receipt) + "\n", encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the receipt {path} cannot be written: {error}") from error
+    return path
 
 
 def read_receipt(path: Path) -> Receipt:

@@ -12,7 +12,7 @@ from bifolio.api.stream import TokenStream
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
-from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.pooling_params import PoolingParams
 from bifolio.prompts import PromptTokens
 from bifolio.sampling_params import SamplingParams
@@ -75,7 +75,7 @@ class SharedEngine:
         """Add requests for vectors or scores, all or none."""
         added: list[Request] = []
         with self._lock:
-            self._check_owner()
+            self._check_ready()
             try:
                 for text in texts:
                     name, second = f"request-{next(self._ids)}", text.second_start
@@ -98,7 +98,7 @@ class SharedEngine:
             "prompt": prompt.text, "images": prompt.images, "priority": priority, "adapter": adapter,
         }  # fmt: skip
         with self._lock:
-            self._check_owner()
+            self._check_ready()
             request = self.engine.add_request(request_id, prompt.token_ids, params, **options)
             if results is not None:
                 self._streams[request_id] = results
@@ -119,7 +119,7 @@ class SharedEngine:
         """Add the requests that these functions make, all or none, and run until they are finished."""
         requests: list[Request] = []
         with self._lock:
-            self._check_owner()
+            self._check_ready()
             try:
                 for start in starts:
                     request = start(self.engine, f"request-{next(self._ids)}")
@@ -200,6 +200,11 @@ class SharedEngine:
         """Accept calls again, after the other owner has stopped its thread."""
         with self._lock:
             self._owner = None
+
+    def _check_ready(self) -> None:
+        self._check_owner()
+        if self.engine.asleep:
+            raise RequestError("this LLM sleeps: call wake_up() before other calls")
 
     def _check_owner(self) -> None:
         if self._owner is not None:

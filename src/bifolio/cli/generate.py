@@ -97,6 +97,10 @@ def generate(
             help="File for the text, with --input for JSON lines; default: standard output.",
         ),
     ] = None,
+    receipts: Annotated[
+        Path | None,
+        commands.option("--receipts", read=output_files.output_folder, help="Folder that gets a receipt per answer."),
+    ] = None,
     verbose: options.Verbose = False,
 ) -> None:
     explicit = sampling.explicit()
@@ -113,15 +117,18 @@ def generate(
         text = text or ""
         if image:
             raise commands.BadParameter("a prompt has either --suffix or --image: leave one of them out")
+    if receipts is not None and image:
+        raise commands.BadParameter("a receipt cannot hold images: leave --receipts or --image out")
     llm = engine.llm(model, lora, verbose=verbose)
     if input_file is not None:
-        run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams)
+        run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams, receipts)
     else:
         most = DEFAULT_TOKENS if text is not None else llm.engine.config.max_model_len  # a story ends by itself
         params = request_params(llm, {"max_tokens": most, **explicit}, beams)
         if echo is None:
             echo = json_schema is None and (text is None or (output_file is None and sys.stdout.isatty()))
-        run_one(llm, STORY if text is None else text, params, echo, as_json, output_file, suffix, image or [])
+        text = STORY if text is None else text
+        run_one(llm, text, params, echo, as_json, output_file, suffix, image or [], receipts)
     if verbose and llm.engine.speculator is not None:
         stats = llm.engine.speculator.stats
         share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
@@ -198,6 +205,7 @@ def run_one(
     target: Path | None = None,
     suffix: str | None = None,
     images: Sequence[Path] = (),
+    receipts: Path | None = None,
 ) -> None:
     """Print the continuation of a text, or the text of its gap before a suffix, or write it.
 
@@ -212,10 +220,11 @@ def run_one(
 
         from bifolio.cli.prompt_files import as_record
 
-        (output,) = complete(llm, [prompt], [params])
+        (output,) = complete(llm, [prompt], [params], receipts)
         whole = before + output.outputs[0].text + after
         deliver(target, (json.dumps(as_record(output), ensure_ascii=False) if as_json else whole) + "\n")
         return
+    from bifolio.api.receipts import write_receipt
     from bifolio.sampling_params import SamplingParams
 
     if isinstance(params, SamplingParams):
@@ -223,8 +232,10 @@ def run_one(
         write(before)
         for result in stream:
             write(result.text)
+        if receipts is not None:
+            write_receipt(receipts, "1", llm.receipt(stream.requests[0]))
     else:
-        (output,) = complete(llm, [prompt], [params])
+        (output,) = complete(llm, [prompt], [params], receipts)
         write(before + output.outputs[0].text)
     write(after + "\n")
 
@@ -241,15 +252,28 @@ def with_image_files(llm: LLM, text: str, files: Sequence[Path]) -> Prompt:
     return llm.chat_prompt([{"role": "user", "content": parts}])
 
 
-def complete(llm: LLM, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:
+def complete(llm: LLM, prompts: list[Any], params: list[Any], receipts: Path | None = None) -> list[RequestOutput]:
+    """Complete prompts; `receipts` gets a receipt of each, by its number from 1 on."""
+    from bifolio.api.receipts import write_receipt
     from bifolio.beam_params import BeamSearchParams
 
-    if any(isinstance(each, BeamSearchParams) for each in params):
-        return llm.beam_search(prompts, params)
-    return llm.generate(prompts, params)
+    is_search = any(isinstance(each, BeamSearchParams) for each in params)
+    run = llm.beam_search if is_search else llm.generate
+    outputs = run(prompts, params, receipts=receipts is not None)
+    for number, output in enumerate(outputs, start=1):
+        if receipts is not None and output.receipt is not None:
+            write_receipt(receipts, str(number), output.receipt)
+    return outputs
 
 
-def run_file(llm: LLM, source: Path, target: Path | None, explicit: dict[str, Any], beams: int | None) -> None:
+def run_file(
+    llm: LLM,
+    source: Path,
+    target: Path | None,
+    explicit: dict[str, Any],
+    beams: int | None,
+    receipts: Path | None = None,
+) -> None:
     """JSON lines in, JSON lines out, in the same order."""
     from bifolio.beam_params import BeamSearchParams
     from bifolio.cli.prompt_files import read_prompts, result_lines
@@ -265,7 +289,7 @@ def run_file(llm: LLM, source: Path, target: Path | None, explicit: dict[str, An
             params.append(request_params(llm, {**explicit, **own}, beams))
         except RequestError as error:
             raise commands.BadParameter(f"{line.place}: {error}") from error
-    text = "".join(record + "\n" for record in result_lines(lines, complete(llm, prompts, params)))
+    text = "".join(record + "\n" for record in result_lines(lines, complete(llm, prompts, params, receipts)))
     deliver(target, text)
 
 

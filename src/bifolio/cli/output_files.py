@@ -22,6 +22,18 @@ def output_file(text: str) -> Path:
     return path
 
 
+def output_folder(text: str) -> Path:
+    """The path of a folder that files can be written to; it is made where it does not exist."""
+    path = Path(text).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be made: {error.strerror}; name another folder") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: the permission is missing; name another folder")
+    return path
+
+
 def write_output(path: Path, text: str) -> None:
     """Write a text; a full disk is a named error."""
     try:

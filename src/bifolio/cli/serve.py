@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from bifolio.cli import commands, options
+from bifolio.cli import commands, options, output_files
 from bifolio.cli.serve_several import SeveralOptions
 
 if TYPE_CHECKING:
@@ -206,6 +206,12 @@ class ServerOptions:
         bool,
         commands.option("--allow-priority", help="Priorities of requests count even without API keys.", advanced=True),
     ] = False
+    receipts: Annotated[
+        Path | None,
+        commands.option(
+            "--receipts", read=output_files.output_folder, help="Folder that gets the receipt of every answer."
+        ),
+    ] = None
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
     def settings(self) -> ServerSettings:
@@ -243,6 +249,7 @@ class ServerOptions:
             allow_pull=self.allow_pull,
             allow_updates=self.allow_updates,
             allow_priority=self.allow_priority,
+            receipts=self.receipts,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
 

@@ -245,7 +245,7 @@ class ReplicaEngine:
             "found, or use a server with one engine",
         )
 
-    async def control(self, control: m.Control) -> int:
+    async def control(self, control: m.Control) -> m.Controlled:
         """Refuse: each replica has weights of its own."""
         raise EngineFaultError(
             FaultKind.INVALID_REQUEST, "weights of replicas are not exchanged together: use a server with one engine"

@@ -138,6 +138,15 @@ class BranchOwner:
             if branch.trunk is not None:
                 self._abandoned.append(branch.trunk)
 
+    def block_ids(self, branch: BranchState) -> list[int]:
+        """The blocks that hold its computed tokens; none where memory pressure has dropped them."""
+        self._check(branch)
+        trunk, blocks = branch.trunk, self._engine.blocks
+        kept = None if trunk is None else self._engine.batcher.kept(trunk.request_id)
+        if kept is None:
+            return []
+        return blocks.block_ids_of(kept.id)[: blocks.blocks_for(min(branch.num_kept, kept.num_computed))]
+
     # -- requests --------------------------------------------------------------------------------------------------
     def missing(self, branch: BranchState, request_id: str, **options: Unpack[RequestOptions]) -> Request | None:
         """A request that computes all tokens but the last; None if they are computed."""

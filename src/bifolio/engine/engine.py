@@ -109,6 +109,7 @@ class InferenceEngine(KeptConversations):
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
         self.weight_version = 0  # counts the exchanges of weights
+        self.asleep: set[str] = set()  # the parts whose memory was given back (`engine.sleep`); no step runs
         self.factory = RequestFactory(model, config, self.blocks, self.requests, self.runner.images is not None)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
@@ -286,6 +287,7 @@ class InferenceEngine(KeptConversations):
     def stats(self) -> EngineStats:
         self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)
         self._counters.sharing = self.shares.get_stats()
+        self._counters.num_forced_tokens = self.slots.forced.num_tokens
         if self.tiers is not None:
             self._counters.tiers = self.tiers.stats()
         return self._counters
@@ -293,7 +295,7 @@ class InferenceEngine(KeptConversations):
     def reset_stats(self) -> None:
         """Set all counters to 0."""
         self._counters = EngineStats()
-        self.batcher.num_prompt_tokens = self.batcher.num_cached_tokens = 0
+        self.batcher.num_prompt_tokens = self.batcher.num_cached_tokens = self.slots.forced.num_tokens = 0
 
     # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:

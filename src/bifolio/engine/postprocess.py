@@ -10,26 +10,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.engine.beam.candidates import Candidates, queue_reads
 from bifolio.engine.executor import Launched, ModelRunner
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.pooling import PooledPass
+from bifolio.engine.prompt_scores import score_prompt
 from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import Speculator, num_accepted
-from bifolio.errors import NO_FINITE_LOGIT, BifolioError, ModelOutputError, RequestError
-from bifolio.kernels.interface import Array
-from bifolio.sampling.sampler import SampledTokens, prompt_logprobs
+from bifolio.errors import BifolioError, ModelOutputError, RequestError
+from bifolio.sampling.sampler import SampledTokens
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import (
     DraftStep,
     FinishReason,
-    LogprobRecords,
     Request,
     Sequence,
     StepResult,
@@ -96,7 +93,7 @@ class Postprocessor:
         self._batcher = batcher
         self._phases = phases
         self._blocks = blocks
-        self._slots, self._sampler = slots, slots.sampler
+        self._slots, self._sampler, self._forced = slots, slots.sampler, slots.forced
         self._kernels, self._runner = runner.kernels, runner
         self._speculator = speculator
         self._speculation = speculation
@@ -147,13 +144,17 @@ class Postprocessor:
         if sampled is not None and ticket.plan.has_plain_decodes:
             draw = len(decodes)
             self._collect_decodes(decodes, sampled, discarded, results)
+            for item in decodes if self._forced.is_on.any() else ():
+                self._append_forced(item.sequence, item.slot, results)
         else:
             items = decodes + items
         searches = []
         for item in items:
             sequence = item.sequence
             if item.slot in ticket.readout.prompt_rows:
-                self._score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits, results)
+                error = score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits)
+                if error is not None:
+                    self._end(sequence, error, results)
             members = [sequence, *ticket.forked.get(item.slot, ())]
             for member in members:
                 member.advance(item.num_new)
@@ -175,6 +176,8 @@ class Postprocessor:
                 self._add_tokens(members, sampled, rows, results)
             if item.start < sequence.num_prompt or item.num_new > 1 + len(item.drafts):
                 self._enter_decode(members)
+            for member, slot in zip(members, item.sample_slots, strict=True):
+                self._append_forced(member, slot, results)
         for request in dict.fromkeys(searches):
             self._advance_search(request, ticket.candidates[request.request_id], results)
         if ticket.vectors is not None:
@@ -308,6 +311,22 @@ class Postprocessor:
         token = drawn.token_ids[row]
         if request.wants_logprobs:
             drawn.score(row, sequence)
+        self._append(sequence, token, results)
+
+    def _append_forced(self, sequence: Sequence, slot: int, results: list[StepResult]) -> None:
+        """Append the tokens that the grammar leaves no choice for; the next pass computes them with the newest one."""
+        tokens = self._forced.after(slot, sequence) if self._forced.is_on[slot] else []
+        for token in tokens:
+            self._append(sequence, token, results)
+            self._forced.appended(sequence)
+            if sequence.finish_reason is not None:
+                return
+        if tokens:
+            self._slots.appended(slot)
+
+    def _append(self, sequence: Sequence, token: int, results: list[StepResult]) -> None:
+        """Append a token; end the sequence where it is the last one."""
+        request = sequence.request
         sequence.append_token(token)
         count = len(sequence.output_token_ids)
         if sequence.checks_text:
@@ -360,28 +379,6 @@ class Postprocessor:
             StepResult(request.request_id, None, True, m.finish_reason, m.index, 0, m)
             for m in search.members[: len(search.results())]
         )
-
-    def _score_prompt(self, item: ScheduledSequence, first_row: int, logits: Array, results: list[StepResult]) -> None:
-        """Logits at position p score the prompt's token p + 1; the first token has none."""
-        request = item.sequence.request
-        if item.sequence.finish_reason is not None:
-            return
-        prompt = request.prompt_token_ids
-        num_pairs = request.params.prompt_logprobs or 0
-        if request.prompt_scores is None:
-            request.prompt_scores = LogprobRecords(num_pairs)
-        first = max(item.start, request.score_from)
-        last = min(item.start + item.num_new, len(prompt) - 1)  # the last position followed by a prompt token
-        count = last - first
-        if count <= 0:
-            return
-        following = prompt[first + 1 : last + 1]
-        scores = prompt_logprobs(logits[first_row : first_row + count], following, num_pairs)
-        if np.isnan(scores.logprobs).any():
-            self._end(item.sequence, ModelOutputError(NO_FINITE_LOGIT), results)
-            return
-        packed = scores.pack(np.array(following, dtype=np.int32), num_pairs).tobytes()
-        request.prompt_scores.put(first - request.score_from, packed)  # without `score_from`, 0 is the second token's
 
 
 def _decode_draws(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.engine.forced_tokens import ForcedTokens
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
 from bifolio.engine.unmasked_draws import UnmaskedDraws
 from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, PhaseError, RequestError
@@ -86,6 +87,7 @@ class SlotState:
         self._knows_history = np.zeros(num_slots, dtype=np.bool_)  # the device has counted all of these
         self._has_mask = np.zeros(num_slots, dtype=np.bool_)  # and its mask is sent with each draw
         self._masks = JointMasks()
+        self.forced = ForcedTokens(num_slots)
         self.unmasked = UnmaskedDraws(sampler.table, device, not has_drafts and not blocks.has_states)
 
     @property
@@ -100,6 +102,7 @@ class SlotState:
         mask = None if grammar is None else grammar.follow(sequence.output_token_ids)
         params, seed = request.params, sequence.seed
         self.table.set(slot, params, seed, request.prompt_array, sequence.output_token_ids, end_ids, mask=mask)
+        self.forced.set_slot(slot, sequence, self.table.states[slot])
         self._is_current[slot] = False
         self._knows_history[slot] = False
         if self.device is not None:
@@ -122,6 +125,7 @@ class SlotState:
 
     def clear_slot(self, slot: int) -> None:
         self.table.clear(slot)
+        self.forced.clear_slot(slot)
         self._on_device[slot] = self._counts_tokens[slot] = self._has_mask[slot] = False
         self.unmasked.clear_slot(slot)
 
@@ -254,6 +258,10 @@ class SlotState:
     def rewound(self, slot: int) -> None:
         """The slot's sequence was rewound: the device has another length and newest token."""
         self._is_current[slot] = False
+
+    def appended(self, slot: int) -> None:
+        """The host appended tokens to the slot's sequence: the device has not counted them."""
+        self._is_current[slot] = self._knows_history[slot] = False
 
     def draws_drafts(self, slots: Sequences[int] | np.ndarray) -> bool:
         """Whether the device draws drafts of these slots: it has no edits that read tokens in between."""

@@ -19,6 +19,7 @@ class EngineStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_preemptions: int = 0
+    num_forced_tokens: int = 0  # of the output: appended without a step, because a grammar left no choice
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of those, found in the prefix cache
     num_running: int = 0

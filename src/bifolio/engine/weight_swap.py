@@ -27,6 +27,7 @@ def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: Model
     engine.runner.weights = prepared
     engine.runner.programs.clear()
     engine.model = model
+    engine.asleep.discard("weights")
     engine.weight_version += 1
     for request in engine.requests.values():
         request.metrics.weight_version = engine.weight_version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -76,6 +76,7 @@ class LoadedModel(TextModel):
 
     weights: ModelWeights = field(kw_only=True)
     tower: Tower | None = field(default=None, kw_only=True)  # reads images
+    exchanged: Mapping[str, QuantizedTensor] | None = field(default=None, kw_only=True, repr=False)  # by name in files
     digest_source: Callable[[], bytes] | None = field(default=None, kw_only=True, repr=False)  # of changed weights
 
     def digest(self) -> bytes:

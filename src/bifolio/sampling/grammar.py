@@ -28,8 +28,9 @@ from bifolio.sampling.grammar_mask import MAX_MASK_SECONDS, GrammarMask
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.structured_outputs import StructuredOutputsParams
+from bifolio.text.structural_tags import read_structural_tags
 
-Kind = Literal["json_schema", "regex", "choice", "lark", "tools"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "tools", "structural_tag"]
 MAX_CACHED = 32  # compiled grammars that are kept
 MAX_CACHED_BYTES = 256 << 20  # of them together
 MAX_GRAMMAR_BYTES = 64 << 20  # of one
@@ -51,9 +52,7 @@ class Grammar:
     """A constraint on the whole text of an output."""
 
     kind: Kind
-    text: (
-        str  # a schema as JSON, a regular expression, a JSON list of choices, a Lark grammar, or `text.tools.format`'s
-    )
+    text: str  # JSON of a schema, of choices, of tags or of `text.tools.format`; a regular expression; a Lark grammar
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -89,6 +88,14 @@ class Grammar:
         """A context-free grammar in Lark's notation; `start` is its root."""
         return cls("lark", text)
 
+    @classmethod
+    def structural_tag(cls, tags: Mapping[str, Any] | str) -> Grammar:
+        """Free text in which triggers begin parts with schemas (`text.structural_tags`); text is taken as JSON."""
+        try:
+            return cls("structural_tag", tags if isinstance(tags, str) else json.dumps(tags))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"the structural tag is not JSON: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
@@ -116,6 +123,7 @@ class _Compiler:
         with _refusing("llguidance of this version cannot be used: install a newer one"):
             self._limits = _llguidance().LLParserLimits(**LIMITS)
         self._tokenizer = self._make_tokenizer(model)
+        self._token_ids = _added_tokens(model)
 
     def _make_tokenizer(self, model: TextModel) -> Any:
         tokenizer, ends = model.require_tokenizer(), list(model.config.eos_token_ids)
@@ -136,7 +144,9 @@ class _Compiler:
                 return found
         before = _resident_bytes()
         with _refusing(f"the {_NAMES[grammar.kind]} cannot be used"):
-            matcher = _llguidance().LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
+            matcher = _llguidance().LLMatcher(
+                self._tokenizer, _source(grammar, self._token_ids), log_level=0, limits=self._limits
+            )
             _check_matcher(matcher)
             probe = matcher.deep_copy()
             probe.compute_bitmask()  # the first step is the most expensive: an error in it refuses the grammar
@@ -155,7 +165,7 @@ class _Compiler:
 _compilers_lock = threading.Lock()
 _COMPILER = "_grammar_compiler"
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "lark": "grammar",
-          "tools": "grammar of the tools"}  # fmt: skip
+          "tools": "grammar of the tools", "structural_tag": "structural_tag"}  # fmt: skip
 
 
 def prepare_compiler(model: TextModel) -> _Compiler:
@@ -184,7 +194,7 @@ def compile_grammar(grammar: object, model: TextModel) -> CompiledGrammar | Afte
         grammar = Grammar.json_schema(grammar)
     if not isinstance(grammar, Grammar):
         raise GrammarError(
-            "grammar must be made by Grammar.json_schema, Grammar.regex, Grammar.choice or Grammar.lark, "
+            "grammar must be made by Grammar.json_schema, regex, choice, lark or structural_tag, "
             f"not {type(grammar).__name__}"
         )
     check_bounds(grammar)
@@ -211,6 +221,8 @@ def structured_grammar(outputs: StructuredOutputsParams) -> Grammar:
         return Grammar.choice(outputs.choice)
     if outputs.grammar is not None:
         return Grammar.lark(outputs.grammar)
+    if outputs.structural_tag is not None:
+        return Grammar.structural_tag(outputs.structural_tag)
     return Grammar.json_object()
 
 
@@ -256,7 +268,13 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _source(grammar: Grammar) -> str:
+def _added_tokens(model: TextModel) -> dict[str, int]:
+    """The tokens that stand for their own spelling, by it."""
+    tokenizer = model.require_tokenizer()
+    return {str(tokenizer.backend.id_to_token(token)): token for token in tokenizer.added_ids}
+
+
+def _source(grammar: Grammar, token_ids: Mapping[str, int]) -> str:
     """In llguidance's own terms."""
     matcher = _llguidance().LLMatcher
     if grammar.kind == "json_schema":
@@ -266,8 +284,11 @@ def _source(grammar: Grammar) -> str:
         return str(matcher.grammar_from_regex(_without_anchors(grammar.text)))
     if grammar.kind == "choice":
         return "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(grammar.text))
-    if grammar.kind == "tools":
-        parts = json.loads(grammar.text)
+    if grammar.kind in ("tools", "structural_tag"):
+        text = grammar.text
+        if grammar.kind == "structural_tag":
+            text = read_structural_tags(json.loads(text)).source(token_ids)
+        parts = json.loads(text)
         schemas = [f"schema_{number}: %json {json.dumps(schema)}" for number, schema in enumerate(parts["schemas"])]
         return str(matcher.grammar_from_lark("\n".join([parts["rules"], *schemas])))
     return str(matcher.grammar_from_lark(grammar.text))

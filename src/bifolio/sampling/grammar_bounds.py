@@ -7,8 +7,10 @@ import re
 from typing import Any
 
 from bifolio.errors import GrammarError
+from bifolio.text.structural_tags import read_structural_tags
 
-MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10, "tools": 128 << 10}
+MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10, "tools": 128 << 10,
+                  "structural_tag": 128 << 10}  # fmt: skip
 MAX_DEPTH = 48  # of a schema's nesting, or of a regular expression's brackets
 MAX_PATTERNS = 256  # of a schema's strings with a pattern or format: each is an automaton of its own
 MAX_REPEATS = 4096  # of one part of a regular expression: `(a{64}){64}` repeats it 4,096 times
@@ -20,7 +22,7 @@ def check_text(kind: str, name: str, text: str) -> None:
     most = MAX_TEXT_CHARS[kind]
     if len(text) > most:
         raise GrammarError(f"the {name} has {len(text)} characters: shorten it to at most {most}")
-    if kind in ("json_schema", "choice", "tools"):
+    if kind in ("json_schema", "choice", "tools", "structural_tag"):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -28,7 +30,7 @@ def check_text(kind: str, name: str, text: str) -> None:
         if kind == "choice":
             _check_choices(value)
         else:
-            _check_schema(value["schemas"] if kind == "tools" else value)
+            _check_schema(_schemas(kind, value))
     elif kind == "regex":
         check_pattern(text)
 
@@ -44,6 +46,13 @@ def check_pattern(pattern: str) -> None:
 def _check_choices(value: Any) -> None:
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
         raise GrammarError("a choice is a list of texts, at least one")
+
+
+def _schemas(kind: str, value: Any) -> Any:
+    """The schemas of a grammar, as one value."""
+    if kind == "structural_tag":
+        return read_structural_tags(value).schemas
+    return value["schemas"] if kind == "tools" else value
 
 
 def _check_schema(schema: Any) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 MAX_MASK_SECONDS = 0.4  # CPU time of one mask on the engine's thread
 MEAN_MASK_SECONDS = 0.02  # of all masks of a sequence, beyond a first second
 CHEAP_SECONDS = 0.001  # CPU time of a mask that may be computed with others
+MOST_FORCED = 256  # tokens that are appended at a time
 MOST_PROOFS = 64  # cheap masks in a row that a sequence must show before it joins others again
 
 
@@ -65,6 +66,21 @@ class GrammarMask:
         """Compare all tokens with the output at the next call: some were exchanged."""
         self._settled = 0
 
+    def forced(self) -> list[int]:
+        """The tokens that must follow the output: at each of them the mask has no other; the caller appends them."""
+        began, found = time.thread_time(), []
+        if not self._is_over_budget and self._go_to(()):
+            for token in self._matcher.compute_ff_tokens()[:MOST_FORCED]:
+                if self._only_token() != token or self._matcher.try_consume_tokens([token]) != 1:
+                    break
+                found.append(token)
+            self._consumed += found
+            if self._matcher.is_stopped() and (end := self._only_token()) is not None:
+                found.append(end)
+        self._seconds += time.thread_time() - began
+        self._num_masks += len(found)
+        return found
+
     # -- masks of several sequences together ------------------------------------------------------------------------
     @property
     def joins(self) -> bool:
@@ -103,6 +119,15 @@ class GrammarMask:
         return not self._matcher.is_error()
 
     # -- details ----------------------------------------------------------------------------------------------------
+    def _only_token(self) -> int | None:
+        """The token that the mask allows, if it is a single one."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        [places] = np.nonzero(bits)
+        if self._matcher.is_error() or len(places) != 1:
+            return None
+        byte = int(bits[places[0]])
+        return None if byte & (byte - 1) else 8 * int(places[0]) + byte.bit_length() - 1
+
     def _allowed(self, pending: Sequence[int]) -> NDArray[Any]:
         if not self._go_to(pending):
             broken = len(self._consumed) >= len(self._output) and not self._matcher.is_error()

@@ -19,6 +19,8 @@ class _Mask(Protocol):
 
     def restart(self) -> None: ...
 
+    def forced(self) -> list[int]: ...
+
 
 class _Compiled(Protocol):
     def follow(self, output_token_ids: list[int]) -> _Mask: ...
@@ -73,16 +75,44 @@ class ThinkingMask:
             return self._with(self._every(0), rule.forced[written])
         return self._behind(limit + len(rule.forced), tokens)
 
+    def forced(self) -> list[int]:
+        """The tokens that must follow the output, as `GrammarMask.forced`."""
+        rule, tokens = self._rule, self._output
+        start = len(rule.opening)
+        if tokens[:start] != list(rule.opening):
+            begins = tokens == list(rule.opening[: len(tokens)])
+            return [] if begins else self._forced_behind(0)
+        limit = None if rule.budget is None else start + rule.budget
+        end = _find(tokens, rule.closing, start, limit)
+        if end is not None:
+            return self._forced_behind(end)
+        if limit is None or len(tokens) < limit:
+            return []
+        written = tokens[limit:]
+        if len(written) < len(rule.forced) and written == list(rule.forced[: len(written)]):
+            return list(rule.forced[len(written) :])
+        return self._forced_behind(limit + len(rule.forced))
+
+    def _forced_behind(self, start: int) -> list[int]:
+        if self._inner is None or start > len(self._output):
+            return []
+        self._follow(start, self._output, len(self._output))
+        return self._inner.forced()
+
     def _behind(self, start: int, tokens: list[int]) -> NDArray[Any]:
         """The mask of the answer, which begins at `start`."""
         if self._inner is None:
             return self._every(255)
-        if start != self._start:  # other tokens are the answer now
+        taken = max(len(self._output), start)  # tokens from here on are drafts
+        self._follow(start, tokens, taken)
+        return self._inner.allowed(tokens[taken:])
+
+    def _follow(self, start: int, tokens: list[int], end: int) -> None:
+        """Let the grammar follow these tokens."""
+        if start != self._start and self._inner is not None:  # other tokens are the answer now
             self._start = start
             self._inner.restart()
-        taken = max(len(self._output), start)  # tokens from here on are drafts
-        self._answer[:] = tokens[start:taken]
-        return self._inner.allowed(tokens[taken:])
+        self._answer[:] = tokens[start:end]
 
     def _every(self, byte: int) -> NDArray[np.uint8]:
         return np.full(-(-self._rule.vocab_size // 8), byte, dtype=np.uint8)

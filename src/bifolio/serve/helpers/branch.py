@@ -21,6 +21,7 @@ from bifolio.serve.helpers.allocator import return_large_blocks
 from bifolio.serve.helpers.branches import decode_settings
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.listening import bound_sockets
+from bifolio.serve.http.receipt_files import ReceiptFiles
 from bifolio.serve.http.server import BranchSettings, Server, event_loop, make_server
 from bifolio.serve.process.engine_connection import EngineConnection, Link, lost
 from bifolio.serve.views.logs import configure_logging
@@ -102,6 +103,7 @@ async def serve(connection: socket.socket) -> None:
         log_prompts=settings.server.log_prompts, reference=settings.reference, allow_pull=settings.server.allow_pull,
         allow_updates=settings.server.allow_updates,
         allow_priority=settings.server.allow_priority, gather=engine.gather,
+        receipts=ReceiptFiles.of(settings.server.receipts),
     )  # fmt: skip
     engine.own_metrics = context.metrics
     server = make_server(settings.server, context, settings.num_front_ends, first.secret)

@@ -18,6 +18,7 @@ from bifolio.serve.helpers.grammar_checks import GrammarChecks
 from bifolio.serve.helpers.helper import Helper, new_helper
 from bifolio.serve.http.auth import Tenant
 from bifolio.serve.http.errors import ApiError, bad_request, queue_full
+from bifolio.serve.http.receipt_files import ReceiptFiles
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.http.token_text import TokenTexts
 from bifolio.serve.http.tokenizing import TokenizerPool
@@ -58,6 +59,7 @@ class ServerContext:
     allow_pull: bool = False  # clients may fetch models into the cache
     allow_updates: bool = False  # clients may pause the engine and give it other weights
     allow_priority: bool = False  # priorities of clients without keys count
+    receipts: ReceiptFiles | None = None  # of all answers
     draining: bool = False
     branches: Branches | None = None  # further front ends
     gather: Callable[[Metrics], Awaitable[bytes]] | None = None  # asks the first front end for the metrics of all
@@ -78,7 +80,9 @@ class ServerContext:
             self.metrics.watch(self.engine)
 
     async def close(self) -> None:
-        """End the helper processes and the threads of the tokenizer."""
+        """End the helper processes and the threads of the tokenizer; write the last receipts."""
+        if self.receipts is not None:
+            self.receipts.close()
         self.tokenizers.close()
         await self.templates.close()
         await self.grammars.close()

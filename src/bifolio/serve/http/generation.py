@@ -23,7 +23,7 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.http.session_fields import session_of
-from bifolio.serve.protocols.openai_answers import PromptTokensDetails, Usage
+from bifolio.serve.protocols.openai_answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from bifolio.serve.protocols.openai_types import Generation, StreamOptions
 from bifolio.sessions import SessionHint
 from bifolio.text.stopping import OutputText, TokenEnd
@@ -137,6 +137,8 @@ class Run:
     arrival: float = field(default_factory=time.perf_counter)
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_forced_tokens: int = 0
+    receipts: list[dict[str, Any]] = field(default_factory=list)  # one for each prompt that ended
     ended: Ended | None = None  # times of the last engine request that ended
     _stream: UpdateStream | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -179,7 +181,7 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
-                    job.wants_receipt,
+                    job.wants_receipt or (self.context.receipts is not None and not job.images),
                     [Image.of(image) for image in job.images],
                     job.adapters,
                     job.session,
@@ -261,6 +263,9 @@ class Run:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
             self.ended = update.ended
+            if update.ended.receipt is not None:
+                self.receipts.append(update.ended.receipt)
+            self.num_forced_tokens += update.ended.num_forced_tokens
             metrics.request_ended(update.ended, now - self.arrival)
             if not self.job.stream:
                 metrics.first_tokens_ended(update.ended, max(self._lengths.values(), default=0))
@@ -330,7 +335,8 @@ class Run:
     def usage(self) -> Usage:
         prompt = sum(len(tokens) for tokens in self.job.prompts)
         details = PromptTokensDetails(self.num_cached_tokens)
-        return Usage(prompt, self.num_completion_tokens, prompt + self.num_completion_tokens, details)
+        total, forced = prompt + self.num_completion_tokens, CompletionTokensDetails(self.num_forced_tokens)
+        return Usage(prompt, self.num_completion_tokens, total, details, forced)
 
 
 @dataclass(slots=True)

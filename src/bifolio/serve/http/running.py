@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from bifolio.serve.http.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.http.context import ServerContext
@@ -32,6 +32,13 @@ class Call(Protocol):
         """The answer in pieces, all that are ready at a time."""
 
 
+@runtime_checkable
+class NamedCall(Protocol):
+    """A call whose answer has an id."""
+
+    id: str
+
+
 async def run_call(
     context: ServerContext, call: Call, scope: Scope, receive: Receive, send: Send, framing: Framing = OPENAI_EVENTS
 ) -> None:
@@ -53,13 +60,14 @@ async def run_call(
                 blocks = transfer_params(context.engine.hello, host, job.transfer_params)
                 if blocks is not None and isinstance(answer, Completion | ChatCompletion):
                     answer.kv_transfer_params = blocks
-                receipt = None if run.ended is None else run.ended.receipt
-                if receipt is not None and isinstance(answer, Completion | ChatCompletion):
-                    answer.receipt = receipt
+                if job.wants_receipt and run.receipts and isinstance(answer, Completion | ChatCompletion):
+                    [answer.receipt] = run.receipts
                 await send_json(send, answer)
         finally:
             run.close()
             watcher.cancel()
+            if context.receipts is not None:
+                context.receipts.put(call.id if isinstance(call, NamedCall) else job.request_id, run.receipts)
             usage = run.usage()
             scope["state"]["usage"] = {
                 "prompt_tokens": usage.prompt_tokens,

@@ -148,11 +148,23 @@ def wanted_grammar(form: ResponseFormat | None, outputs: StructuredOutputs | Non
         if form.json_schema is None or form.json_schema.schema is None:
             raise bad_request("response_format needs json_schema.schema", "response_format")
         found.append(("json_schema", _dump(form.json_schema.schema)))
+    if form is not None:
+        found += _structural_tag(form)
     if outputs is not None:
         found += _structured(outputs)
     if len(found) > 1:
         raise bad_request("ask for one constraint on the text, not for several", "structured_outputs")
     return found[0] if found else None
+
+
+def _structural_tag(form: ResponseFormat) -> list[tuple[str, str]]:
+    given = {name: getattr(form, name) for name in ("structures", "triggers", "format")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if form.type == "structural_tag":
+        return [("structural_tag", _dump(given))]
+    if given:
+        raise bad_request(f"{next(iter(given))} needs response_format.type structural_tag", "response_format")
+    return []
 
 
 def _structured(outputs: StructuredOutputs) -> list[tuple[str, str]]:
@@ -167,8 +179,12 @@ def _structured(outputs: StructuredOutputs) -> list[tuple[str, str]]:
         found.append(("choice", json.dumps(outputs.choice)))
     if outputs.grammar is not None:
         found.append(("lark", outputs.grammar))
+    if outputs.structural_tag is not None:
+        tag = outputs.structural_tag
+        found.append(("structural_tag", tag if isinstance(tag, str) else _dump(tag)))
     if not found:
-        raise bad_request("structured_outputs needs json, regex, choice, grammar or json_object", "structured_outputs")
+        names = "json, regex, choice, grammar, json_object or structural_tag"
+        raise bad_request(f"structured_outputs needs {names}", "structured_outputs")
     return found
 
 

@@ -32,6 +32,7 @@ from bifolio.serve.http.context import Limits, ServerContext, public_name
 from bifolio.serve.http.errors import ApiError
 from bifolio.serve.http.hosts import is_loopback
 from bifolio.serve.http.listening import check_certificate, reserve
+from bifolio.serve.http.receipt_files import ReceiptFiles
 from bifolio.serve.http.tls_doors import TlsDoors, tls_context
 from bifolio.serve.process.supervisor import EngineProcess
 from bifolio.serve.views.vllm_metrics import with_vllm_names
@@ -64,6 +65,7 @@ class ServerSettings:
     allow_pull: bool = False  # clients may fetch models into the cache
     allow_updates: bool = False  # clients may pause the engine and give it other weights
     allow_priority: bool = False  # priorities of clients without keys count
+    receipts: Path | None = None  # folder of the receipts of all answers
     worker_command: Sequence[str] | None = None
     front_ends: int = 1  # processes that listen on the port
     engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
@@ -184,7 +186,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         context = ServerContext(
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
             allow_pull=settings.allow_pull, allow_updates=settings.allow_updates,
-            allow_priority=settings.allow_priority,
+            allow_priority=settings.allow_priority, receipts=ReceiptFiles.of(settings.receipts),
         )  # fmt: skip
         if settings.metrics_compat is not None:
             context.metrics.extend = with_vllm_names(name, lambda: engine.hello)

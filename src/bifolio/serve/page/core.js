@@ -26,12 +26,12 @@ export class HttpError extends Error {
   }
 }
 
-export async function request(path, { body, signal } = {}) {
+export async function request(path, { body, method, signal } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const answer = await fetch(path, {
-    method: body === undefined ? "GET" : "POST",
+    method: method ?? (body === undefined ? "GET" : "POST"),
     headers,
     signal,
     body: body === undefined ? undefined : JSON.stringify(body),

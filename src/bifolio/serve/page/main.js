@@ -1,6 +1,7 @@
 // Tabs, drawers, the API key, the keyboard, and whether the server answers.
 import { $, announce, hideTip, key, request } from "./core.js";
 import { isDialogOpen, setUpDialogs } from "./dialogs.js";
+import { setUpForks } from "./forks.js";
 import { setUpKeys } from "./keys.js";
 import { clearLive, redrawLive, startLive, stopLive } from "./live.js";
 import { setUpModels, showModels } from "./models.js";
@@ -12,8 +13,10 @@ const LONGEST = 5; // and, at most, at one that does not
 let wait = 0;
 let timer = null;
 
+const VIEWS = ["play", "live", "tree"];
+
 function show(name, focus = false) {
-  for (const each of ["play", "live"]) {
+  for (const each of VIEWS) {
     const chosen = each === name;
     $(each).hidden = !chosen;
     $(`tab-${each}`).setAttribute("aria-selected", chosen);
@@ -86,8 +89,11 @@ function drawer(button, name) {
 
 $("tab-play").onclick = () => show("play");
 $("tab-live").onclick = () => show("live");
+$("tab-tree").onclick = () => show("tree");
 document.querySelector(".tabs").addEventListener("keydown", (event) => {
-  if (["ArrowLeft", "ArrowRight"].includes(event.key)) show($("live").hidden ? "live" : "play", true);
+  const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const place = VIEWS.findIndex((name) => !$(name).hidden);
+  if (step) show(VIEWS[(place + step + VIEWS.length) % VIEWS.length], true);
 });
 const toggleSidebar = drawer("show-sidebar", "with-sidebar");
 const togglePanel = drawer("show-panel", "with-panel");
@@ -128,6 +134,7 @@ setUpModels(() => {
   if (!state.controller) redraw();
 });
 setUpPlayground();
+setUpForks();
 setUpKeys({
   newChat: inPlayground(() => $("new-chat").click()),
   search: inPlayground(() => {
@@ -139,5 +146,5 @@ setUpKeys({
   copy: inPlayground(copyLast),
 });
 if (innerWidth >= 1100) togglePanel(true);
-show(location.hash === "#view=live" ? "live" : "play");
+show(VIEWS.find((name) => location.hash === `#view=${name}`) ?? "play");
 look();

@@ -263,11 +263,11 @@ class EngineConnection:
         reply: m.BranchReply = await self._ask(call.id, call)
         return reply
 
-    async def control(self, control: m.Control) -> int:
-        """Pause, resume, or update the engine; the version of its weights."""
+    async def control(self, control: m.Control) -> m.Controlled:
+        """Pause, resume, update the engine or let it sleep; its state afterwards."""
         control = msgspec.structs.replace(control, id=self.new_id())
         done: m.Controlled = await self._ask(control.id, control)
-        return done.weight_version
+        return done
 
     async def _ask(self, request_id: str, message: msgspec.Struct) -> Any:
         link = self._ready_link()
@@ -295,7 +295,7 @@ class EngineConnection:
 
 COUNTERS = frozenset(
     ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "num_prompt_tokens",
-     "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "cpu_seconds")
+     "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "cpu_seconds", "num_forced_tokens")
 )  # fmt: skip
 
 

@@ -91,4 +91,5 @@ def ended(request: Request, receipt: dict[str, Any] | None = None) -> m.Ended:
         receipt,
         metrics.weight_version,
         metrics.num_weight_changes,
+        metrics.num_forced_tokens,
     )

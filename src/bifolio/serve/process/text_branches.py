@@ -224,7 +224,8 @@ class BranchTable:
     def _answer(self, message: m.BranchCall, entry: Entry, names: list[str], *, with_tokens: bool = False) -> None:
         state = entry.state
         tokens = array("i", state.token_ids).tobytes() if with_tokens else b""
-        self._send(m.BranchReply(message.id, names, state.num_tokens, state.num_prompt, entry.seconds, tokens))
+        blocks = self._branches.block_ids(state) if with_tokens else []
+        self._send(m.BranchReply(message.id, names, state.num_tokens, state.num_prompt, entry.seconds, tokens, blocks))
 
 
 class UnknownBranchError(RequestError):

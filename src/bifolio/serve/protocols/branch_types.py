@@ -63,6 +63,7 @@ class BranchCard(msgspec.Struct):
     ttl: float
     object: Literal["branch"] = "branch"
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # of `GET` alone
+    blocks: list[int] | msgspec.UnsetType = msgspec.UNSET  # of the cache, of `GET` alone; forks share them
 
 
 class BranchList(msgspec.Struct):

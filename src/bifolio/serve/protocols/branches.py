@@ -93,6 +93,7 @@ async def look(context: ServerContext, scope: Scope, receive: Receive, send: Sen
     reply = await _call(context, scope, receive, BranchCall("", "look"))
     card = branch_card(reply)
     card.token_ids = array("i", reply.token_ids).tolist()
+    card.blocks = reply.blocks
     await send_json(send, card)
 
 

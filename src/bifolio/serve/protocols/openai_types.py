@@ -61,8 +61,11 @@ class JsonSchemaFormat(Strict, kw_only=True):
 
 
 class ResponseFormat(Strict, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[Schema], Meta(max_length=128)] | None = None  # of a structural tag: begin, schema, end
+    triggers: Annotated[list[Word], Meta(max_length=128)] | None = None  # texts that begin a structure
+    format: Schema | None = None  # the newer form of a structural tag
 
 
 class StructuredOutputs(Strict, kw_only=True):
@@ -73,6 +76,7 @@ class StructuredOutputs(Strict, kw_only=True):
     choice: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(min_length=1, max_length=4096)] | None = None
     grammar: Annotated[str, Meta(max_length=32 << 10)] | None = None  # Lark
     json_object: bool = False
+    structural_tag: Annotated[str, Meta(max_length=128 << 10)] | Schema | None = None  # free text with schemas in it
 
 
 class BeamSearch(Strict, kw_only=True):

@@ -70,7 +70,7 @@ class TrlRequest(Strict, kw_only=True):
 
 
 class WeightUpdate(Strict, kw_only=True):
-    weight_dir: Annotated[str, Meta(max_length=4096)]  # a folder on the server's machine
+    weight_dir: Annotated[str, Meta(max_length=4096)]  # on the server's machine: a folder, or a file of `write_delta`
 
 
 class RolloutLogprob(msgspec.Struct):
@@ -107,6 +107,10 @@ class TrlRollouts(msgspec.Struct):
 class WeightStatus(msgspec.Struct):
     weight_version: int
     status: Literal["ok"] = "ok"
+
+
+class SleepStatus(msgspec.Struct):
+    is_sleeping: bool
 
 
 class WorldSize(msgspec.Struct):

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from bifolio.api.messages import Control
+from bifolio.api.messages import Control, Controlled
 from bifolio.errors import EngineFaultError
 from bifolio.logprob_records import TokenLogprob
 from bifolio.serve.http.auth import Receive, Scope, Send
@@ -138,6 +138,27 @@ async def reset(context: ServerContext, scope: Scope, receive: Receive, send: Se
     await send_json(send, await _control(context, scope, receive, Control("", "reset")))
 
 
+async def sleep(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    query = parse_qs(scope["query_string"].decode("latin-1"))
+    level, mode = query.get("level", ["1"])[-1], query.get("mode", ["keep"])[-1]
+    if level not in ("1", "2"):
+        raise bad_request(f"level is 1 (the cache) or 2 (the cache and the weights), not {level!r}", "level")
+    if mode not in MODES:
+        raise bad_request(f"mode is keep (requests wait) or abort (they end), not {mode!r}", "mode")
+    control = Control("", "sleep", mode == "abort", level=int(level))
+    await send_json(send, await _control(context, scope, receive, control))
+
+
+async def wake_up(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    tags = parse_qs(scope["query_string"].decode("latin-1")).get("tags")
+    await send_json(send, await _control(context, scope, receive, Control("", "wake", tags=tags)))
+
+
+async def is_sleeping(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    done = await _controlled(context, scope, receive, Control("", "look"))
+    await send_json(send, t.SleepStatus(done.is_sleeping))
+
+
 async def world_size(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     await send_json(send, t.WorldSize())
 
@@ -151,15 +172,19 @@ async def health(context: ServerContext, scope: Scope, receive: Receive, send: S
 
 
 async def _control(context: ServerContext, scope: Scope, receive: Receive, control: Control) -> t.WeightStatus:
+    return t.WeightStatus((await _controlled(context, scope, receive, control)).weight_version)
+
+
+async def _controlled(context: ServerContext, scope: Scope, receive: Receive, control: Control) -> Controlled:
     if not context.allow_updates:
         message = "clients may not change the weights or pause this server: start it with --allow-updates"
         raise ApiError(403, message, "updates_not_allowed")
     work = asyncio.ensure_future(context.engine.control(control))
     try:
-        version: int = await unless_gone(work, receive, context.limits.request_timeout)
+        done: Controlled = await unless_gone(work, receive, context.limits.request_timeout)
     except EngineFaultError as fault:
         raise api_error(fault) from fault
-    return t.WeightStatus(version)
+    return done
 
 
 def _logprob(item: TokenLogprob) -> t.RolloutLogprob:
@@ -177,6 +202,9 @@ ROUTES: tuple[RouteRow, ...] = (
     ("/pause", "POST", pause),
     ("/resume", "POST", resume),
     ("/update_weights", "POST", update_weights),
+    ("/sleep", "POST", sleep),
+    ("/wake_up", "POST", wake_up),
+    ("/is_sleeping", "GET", is_sleeping),
     ("/reset_prefix_cache", "POST", reset),
     ("/reset_prefix_cache/", "POST", reset),
     ("/get_world_size", "GET", world_size),

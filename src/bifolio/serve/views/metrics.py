@@ -30,6 +30,7 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
     "prefill_tokens": ("num_prefill_tokens", "Tokens computed in the prefill phase."),
     "decode_tokens": ("num_decode_tokens", "Tokens computed in the decode phase."),
+    "forced_tokens": ("num_forced_tokens", "Output tokens without a step: their grammar left no choice."),
     "recurrent_checkpoint_hits": ("num_checkpoint_hits", "Requests that began at a checkpoint."),
     "external_prefix_cache_queries": (
         "num_tier_queries",
