@@ -83,6 +83,11 @@ struct PackedMatrix {
 
   const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes + (index >= gap_panel ? gap : 0); }
 
+  // Panels [begin, begin + count), all of whole columns.
+  PackedMatrix some(int64_t begin, int64_t count) const {
+    return {format, count * kPanel, k, count, panel_bytes, panel(begin), INT64_MAX, 0, table};
+  }
+
   // Panels [begin, begin + count) beside as many from `other` on.
   PackedMatrix side_by_side(int64_t begin, int64_t other, int64_t count) const {
     const size_t between = size_t(other - begin - count) * panel_bytes;

@@ -20,7 +20,7 @@ namespace {
 
 #include "simd/avx512.h"
 
-#define BIFOLIO_FLOAT_ROWS 12
+#define BIFOLIO_OWN_FLOAT_TILE
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
 #define BIFOLIO_OWN_EXPAND
@@ -28,6 +28,7 @@ namespace {
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/avx512_quantize.h"
+#include "kernels/avx512_float_tile.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
 #include "kernels/avx512_expand.h"

@@ -39,11 +39,12 @@ Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& works
   return inputs;
 }
 
-// Panels of a piece of work: at least eight pieces for each thread, where there are so many panels. Tiles take two panels
-// side by side.
+// Panels of a piece of work: at least eight pieces for each thread, where there are so many panels. Tiles and floats take two
+// panels side by side.
 int64_t panel_piece(const PackedMatrix& matrix, int threads, int64_t rows) {
   const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * threads));
-  return kernels().has_tiles && rows >= kTileRows ? round_up(even, 2) : even;
+  const bool in_pairs = kernels().has_tiles ? rows >= kTileRows : matrix.format < Format::Q8_0;
+  return in_pairs ? round_up(even, 2) : even;
 }
 
 void multiply(Member& m, const Inputs& inputs, int64_t count, const LinearWeights& weights, Rows out, Workspace& workspace) {
@@ -113,34 +114,52 @@ void gate_columns(Member& m, const Inputs& inputs, const LinearWeights& pair, Ac
 
 namespace {
 
+// Columns [begin, end) of act(up x).
+void act_columns(Member& m, const Inputs& inputs, const LinearWeights& up, Activation activation, int64_t begin, int64_t end,
+                 const Middle& target) {
+  const KernelTable& isa = kernels();
+  const int64_t columns = end - begin, rows = inputs.plain.rows;
+  uint8_t* scratch = m.scratch().bytes(matmul_scratch_bytes() + size_t(rows * columns) * sizeof(float));
+  auto* products = reinterpret_cast<float*>(scratch + matmul_scratch_bytes());
+  const PackedMatrix some = up.pieces().front().matrix.some(begin / kPanel, columns / kPanel);
+  isa.matmul(some, inputs.of(some.format), up.bias() ? up.bias() + begin : nullptr, products, columns, 0, some.num_panels, scratch);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* own = products + row * columns;
+    isa.act_row(own, columns, activation, own);
+    target.put(own, row, begin, end);
+  }
+}
+
 Rows some_rows(Rows x, int64_t begin, int64_t count, int64_t width) { return {x.row(begin), count, width, x.stride}; }
 
-// At most kGatedRows rows of gated_linear.
-void gate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle, Rows out,
+// At most kGatedRows rows of activated_linear.
+void activate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle, Rows out,
                Workspace& workspace) {
   const int64_t width = last.in_features(), most = gated_columns(width, m.size);
   const Inputs inputs = prepare(m, x, pair, workspace);
   const Middle target = make_middle(middle, last, workspace.middle);
+  const auto of_columns = pair.out_features() == width ? act_columns : gate_columns;
   m.split((width + most - 1) / most, 1, [&](int64_t first, int64_t end) {
     for (int64_t begin = first * most; begin < std::min(end * most, width); begin += most)
-      gate_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
+      of_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
   });
   multiply(m, target.inputs(), x.count, last, out, workspace);
 }
 
 }  // namespace
 
-bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
-  return rows >= kTileRows && pair.pieces().size() == 1 && pair.out_features() == 2 * last.in_features() &&
+bool can_activate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
+  const bool fits = pair.out_features() == 2 * last.in_features() || pair.out_features() == last.in_features();
+  return rows >= kTileRows && pair.pieces().size() == 1 && fits &&
          last.in_features() % kQuantBlock == 0 && planes_of(pair) == 1 && planes_of(last) == 1;
 }
 
-void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
-                  Rows out, Workspace& workspace) {
+void activated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
+                      Rows out, Workspace& workspace) {
   const int64_t pieces = (x.count + kGatedRows - 1) / kGatedRows, most = round_up((x.count + pieces - 1) / pieces, kTileRows);
   for (int64_t begin = 0; begin < x.count; begin += most) {
     const int64_t count = std::min(most, x.count - begin);
-    gate_rows(m, some_rows(x, begin, count, pair.in_features()), pair, activation, last,
+    activate_rows(m, some_rows(x, begin, count, pair.in_features()), pair, activation, last,
               some_rows(middle, begin, count, last.in_features()), some_rows(out, begin, count, last.out_features()), workspace);
   }
 }

@@ -107,9 +107,9 @@ void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace
 
 // out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear.
 // `middle` has room for the rows between them. Only where can_gate is true.
-void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
+void activated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
                   Rows out, Workspace& workspace);
-bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
+bool can_activate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,

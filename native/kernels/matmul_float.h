@@ -121,39 +121,59 @@ static void matmul_float_few(const PackedMatrix& m, const Activations& x, const 
   for (; p < end; ++p) multiply_panels<F, R, 1>(m, x, bias, y, y_stride, p);
 }
 
-template <int R>
-static inline void accumulate_rows(const float* x, int64_t x_stride, const float* w, int64_t count, float* sums,
-                                   bool first) {
+#ifndef BIFOLIO_OWN_FLOAT_TILE
+constexpr int64_t kFloatPanels = 1;  // panels of a tile
+
+// sums[r] += x[r][0..count) * w[0..count)[16]; a first part begins at 0.
+template <int R, int P>
+static inline void accumulate_rows(const float* x, int64_t x_stride, const float* const w[P], int64_t count, float* sums, bool first) {
+  static_assert(P == 1);
   V16 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
-  fma_tile<R>(x, x_stride, w, kPanel, count, acc);
+  fma_tile<R>(x, x_stride, w[0], kPanel, count, acc);
   for (int r = 0; r < R; ++r) store(sums + r * kPanel, acc[r]);
+}
+
+template <int P>
+static inline void accumulate_block(const float* x, int64_t x_stride, const float* const w[P], int64_t count, int64_t rows, float* sums,
+                                    bool first) {
+  int64_t r = 0;
+  for (; r + BIFOLIO_FLOAT_ROWS <= rows; r += BIFOLIO_FLOAT_ROWS)
+    accumulate_rows<BIFOLIO_FLOAT_ROWS, P>(x + r * x_stride, x_stride, w, count, sums + r * kPanel, first);
+  for (; r + 4 <= rows; r += 4) accumulate_rows<4, P>(x + r * x_stride, x_stride, w, count, sums + r * kPanel, first);
+  for (; r < rows; ++r) accumulate_rows<1, P>(x + r * x_stride, x_stride, w, count, sums + r * kPanel, first);
+}
+#endif
+
+// P panels of a block of rows.
+template <Format F, int P>
+static inline void multiply_block(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows, const float* bias,
+                                  float* y, int64_t y_stride, int64_t panel, float* scratch) {
+  constexpr int64_t most = kWidenedK / P;
+  float* sums = scratch + kWidenedK * kPanel;  // [kRowBlock][P][16]
+  const float* w[P];
+  for (int64_t k = 0; k < m.k; k += most) {
+    const int64_t count = m.k - k < most ? m.k - k : most;
+    for (int p = 0; p < P; ++p) {
+      w[p] = F == Format::F32 ? reinterpret_cast<const float*>(m.panel(panel + p)) + k * kPanel : scratch + p * most * kPanel;
+      if constexpr (F != Format::F32) widen_panel<F>(m.panel(panel + p), k, count, scratch + p * most * kPanel);
+    }
+    accumulate_block<P>(x.x + row_begin * x.x_stride + k, x.x_stride, w, count, rows, sums, k == 0);
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int p = 0; p < P; ++p)
+      finish_columns(load(sums + (r * P + p) * kPanel), m, (panel + p) * kPanel, bias, y + (row_begin + r) * y_stride);
 }
 
 template <Format F>
 static void matmul_float_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                               const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                               uint8_t* scratch) {
-  auto* widened = reinterpret_cast<float*>(scratch);
-  float* sums = widened + kWidenedK * kPanel;  // [kRowBlock][16]
-  for (int64_t p = begin; p < end; ++p) {
-    for (int64_t k = 0; k < m.k; k += kWidenedK) {
-      const int64_t count = m.k - k < kWidenedK ? m.k - k : kWidenedK;
-      const float* w = reinterpret_cast<const float*>(m.panel(p)) + k * kPanel;
-      if constexpr (F != Format::F32) {
-        widen_panel<F>(m.panel(p), k, count, widened);
-        w = widened;
-      }
-      const float* source = x.x + row_begin * x.x_stride + k;
-      int64_t r = 0;
-      for (; r + BIFOLIO_FLOAT_ROWS <= rows; r += BIFOLIO_FLOAT_ROWS)
-        accumulate_rows<BIFOLIO_FLOAT_ROWS>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
-      for (; r + 4 <= rows; r += 4) accumulate_rows<4>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
-      for (; r < rows; ++r) accumulate_rows<1>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
-    }
-    for (int64_t r = 0; r < rows; ++r)
-      finish_columns(load(sums + r * kPanel), m, p * kPanel, bias, y + (row_begin + r) * y_stride);
-  }
+  auto* floats = reinterpret_cast<float*>(scratch);
+  int64_t p = begin;
+  for (; p + kFloatPanels <= end; p += kFloatPanels)
+    multiply_block<F, kFloatPanels>(m, x, row_begin, rows, bias, y, y_stride, p, floats);
+  for (; p < end; ++p) multiply_block<F, 1>(m, x, row_begin, rows, bias, y, y_stride, p, floats);
 }
 
 template <Format F>
