@@ -28,7 +28,6 @@ namespace {
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/avx512_quantize.h"
-#include "kernels/avx512_float_tile.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
 #include "kernels/avx512_expand.h"

@@ -12,10 +12,22 @@ struct FloatTile {
   int64_t row_step, k_step;
 };
 
+// Sums of R rows to the result.
+template <int R, int P>
+static inline void write_tile(const __m512 acc[P][R], const FloatResult& result) {
+  for (int p = 0; p < P; ++p) {
+    const __m512 bias = result.bias ? _mm512_loadu_ps(result.bias + p * kPanel) : _mm512_setzero_ps();
+    for (int r = 0; r < R; ++r) {
+      const __m512 sum = result.bias ? _mm512_add_ps(acc[p][r], bias) : acc[p][r];
+      _mm512_storeu_ps(result.y + r * result.stride + p * kPanel, sum);
+    }
+  }
+}
+
 // Seven rows need one pointer and the multiples of a step that an address can have.
 template <int R, int P>
 static void accumulate_tile(const FloatTile& tile, const float* const w[P], const float* const ahead[P], int64_t count, float* sums,
-                            bool first) {
+                            bool first, const FloatResult* result) {
   __m512 acc[P][R];
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) acc[p][r] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + (r * P + p) * kPanel);
@@ -39,13 +51,14 @@ static void accumulate_tile(const FloatTile& tile, const float* const w[P], cons
     }
     upper += tile.k_step, lower += tile.k_step;
   }
+  if (result) return write_tile<R, P>(acc, *result);
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums + (r * P + p) * kPanel, acc[p][r]);
 }
 
 template <int P>
 using AccumulateTile = void (*)(const FloatTile& tile, const float* const w[P], const float* const ahead[P], int64_t count, float* sums,
-                                bool first);
+                                bool first, const FloatResult* result);
 
 template <int P>
 constexpr AccumulateTile<P> kAccumulateTile[kFloatTileRows] = {
@@ -57,7 +70,7 @@ constexpr AccumulateTile<P> kAccumulateTile[kFloatTileRows] = {
 // single one those that it is about to read.
 template <int P>
 static inline void accumulate_block(const Activations& x, int64_t row_begin, int64_t rows, int64_t begin, int64_t count,
-                                    const float* const w[P], const float* const ahead[P], float* sums) {
+                                    const float* const w[P], const float* const ahead[P], float* sums, const FloatResult* result) {
   const int64_t tiles = parts_of(rows, kFloatTileRows);
   const float* soon[P];
   for (int p = 0; p < P; ++p) soon[p] = w[p] + kPrefetchedK * kPanel;
@@ -66,7 +79,8 @@ static inline void accumulate_block(const Activations& x, int64_t row_begin, int
     const FloatTile own = x.packed ? FloatTile{x.packed + r * x.k + begin * height, 1, height}
                                    : FloatTile{x.x + (row_begin + r) * x.x_stride + begin, x.x_stride, 1};
     const float* const* prefetched = tiles == 1 ? soon : tile == tiles - 1 ? ahead : w;
-    kAccumulateTile<P>[height - 1](own, w, prefetched, count, sums + r * P * kPanel, begin == 0);
+    const FloatResult target = result ? FloatResult{result->y + r * result->stride, result->stride, result->bias} : FloatResult{};
+    kAccumulateTile<P>[height - 1](own, w, prefetched, count, sums + r * P * kPanel, begin == 0, result ? &target : nullptr);
   }
 }
 

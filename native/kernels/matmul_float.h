@@ -122,7 +122,16 @@ static void matmul_float_few(const PackedMatrix& m, const Activations& x, const 
 
 constexpr int64_t kWidenedK = 512;  // k values of a panel that are floats in the scratch at a time (32 KB)
 
-#ifndef BIFOLIO_OWN_FLOAT_TILE
+// Where the columns of a tile go.
+struct FloatResult {
+  float* y;  // of the first row of the block
+  int64_t stride;
+  const float* bias;  // null: none
+};
+
+#ifdef BIFOLIO_OWN_FLOAT_TILE
+#include "avx512_float_tile.h"
+#else
 constexpr int64_t kFloatPanels = 1;  // panels of a tile
 constexpr int64_t kFloatK = kWidenedK;  // k values of a panel that all rows are multiplied with before the next ones
 constexpr decltype(KernelTable::pack_rows) kPackRows = nullptr;
@@ -139,7 +148,7 @@ static inline void accumulate_rows(const float* x, int64_t x_stride, const float
 
 template <int P>
 static inline void accumulate_block(const Activations& x, int64_t row_begin, int64_t rows, int64_t begin, int64_t count,
-                                    const float* const w[P], const float* const[P], float* sums) {
+                                    const float* const w[P], const float* const[P], float* sums, const FloatResult*) {
   const float* source = x.x + row_begin * x.x_stride + begin;
   const bool first = begin == 0;
   int64_t r = 0;
@@ -150,6 +159,8 @@ static inline void accumulate_block(const Activations& x, int64_t row_begin, int
 }
 #endif
 
+constexpr bool kWritesResults = kFloatPanels > 1;  // tiles write whole panels of the result themselves
+
 // P panels of a block of rows.
 template <Format F, int P>
 static inline void multiply_block(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows, const float* bias,
@@ -157,6 +168,8 @@ static inline void multiply_block(const PackedMatrix& m, const Activations& x, i
   const int64_t most = F == Format::F32 && rows <= kFloatTileRows ? m.k : kFloatK;  // a single tile reads weights once
   float* sums = scratch + P * kFloatK * kPanel;  // [rows][P][16]
   const float *w[P], *ahead[P];
+  const bool writes = kWritesResults && (panel + P) * kPanel <= m.n;
+  const FloatResult result{y + row_begin * y_stride + panel * kPanel, y_stride, bias ? bias + panel * kPanel : nullptr};
   for (int64_t k = 0; k < m.k; k += most) {
     const int64_t count = m.k - k < most ? m.k - k : most;
     for (int p = 0; p < P; ++p) {
@@ -166,8 +179,9 @@ static inline void multiply_block(const PackedMatrix& m, const Activations& x, i
       const bool at_end = k + count == m.k, ends = panel + P + p >= m.num_panels;
       ahead[p] = F != Format::F32 ? w[p] : !at_end ? w[p] + count * kPanel : ends ? own : reinterpret_cast<const float*>(m.panel(panel + P + p));
     }
-    accumulate_block<P>(x, row_begin, rows, k, count, w, ahead, sums);
+    accumulate_block<P>(x, row_begin, rows, k, count, w, ahead, sums, writes && k + count == m.k ? &result : nullptr);
   }
+  if (writes) return;
   for (int64_t r = 0; r < rows; ++r)
     for (int p = 0; p < P; ++p)
       finish_columns(load(sums + (r * P + p) * kPanel), m, (panel + p) * kPanel, bias, y + (row_begin + r) * y_stride);
