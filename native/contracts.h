@@ -57,7 +57,13 @@ constexpr float kWidening = 1.0028177f;  // 1 + 2^-8 / (2 ln 2): the mean loss w
 constexpr int64_t kTile = 32;       // context positions of one step of the online softmax
 constexpr int64_t kSpan = 256;      // context positions reduced on their own before spans are merged
 constexpr int64_t kMaxRows = 128;   // query rows of one attention unit
-constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in a product
+constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in a product, about
+
+// Rows of floats in blocks, which are cut into tiles of about the same height: a low one would wait for its own sums.
+constexpr int64_t kFloatTileRows = 14;
+constexpr int64_t kFloatBlock = 10 * kFloatTileRows;
+constexpr int64_t parts_of(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
+constexpr int64_t part_begin(int64_t rows, int64_t most, int64_t part) { return rows * part / parts_of(rows, most); }
 
 // A matrix [n, k] cut into panels of 16 output columns, the last one padded with zeros. Inside a panel:
 //   F32, F16   [k][16]
@@ -82,6 +88,11 @@ struct PackedMatrix {
   const int8_t* table = nullptr;  // the sixteen values of a nibble, 16-byte aligned (Q4_T, Q4_T_16), or the rows of a grid (IQ1, IQ2, IQ3)
 
   const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes + (index >= gap_panel ? gap : 0); }
+
+  // Panels [begin, begin + count), all of whole columns.
+  PackedMatrix some(int64_t begin, int64_t count) const {
+    return {format, count * kPanel, k, count, panel_bytes, panel(begin), INT64_MAX, 0, table};
+  }
 
   // Panels [begin, begin + count) beside as many from `other` on.
   PackedMatrix side_by_side(int64_t begin, int64_t other, int64_t count) const {
@@ -182,6 +193,7 @@ struct Activations {
   // For instruction sets with tiles: x as bfloat16, 32 numbers of sixteen rows (or of all, if there are fewer) together, in the
   // order of KParts; rows and k are padded with zeros.
   const uint16_t* bf16;  // [pieces][16][32]
+  const float* packed = nullptr;  // the block of x in tiles, as kernels().pack_rows writes them; null: x is read
 };
 
 struct NormWeights {
@@ -309,6 +321,9 @@ struct KernelTable {
 
   // Add the state (m, l, a) of a later span to (M, L, A).
   void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);
+
+  // Copy some columns of a tile of at most kFloatTileRows rows: out[column][row]. Null: products read rows of floats as they are.
+  void (*pack_rows)(const float* x, int64_t x_stride, int64_t rows, int64_t columns, float* out);
 
   const DecodeBlock* decoders;  // by the format of a file (`blocks.h`); null for dense formats
   // Up to sixteen rows of blocks as columns of a panel; false: a scale is no half float.

@@ -20,7 +20,7 @@ namespace {
 
 #include "simd/avx512.h"
 
-#define BIFOLIO_FLOAT_ROWS 12
+#define BIFOLIO_OWN_FLOAT_TILE
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
 #define BIFOLIO_OWN_EXPAND

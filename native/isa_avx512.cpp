@@ -9,7 +9,7 @@ namespace {
 
 #include "simd/avx512.h"
 
-#define BIFOLIO_FLOAT_ROWS 12
+#define BIFOLIO_OWN_FLOAT_TILE
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // half of the first cache level of many servers
 #define BIFOLIO_OWN_QUANTIZE

@@ -23,6 +23,20 @@ void quantize_rows(Member& m, Rows x, int64_t planes, const QuantizedRows& rows,
   });
 }
 
+const float* pack(Member& m, Rows x, Workspace& workspace) {
+  const PackedRows rows = packed_rows(x.count, x.width, workspace.input);
+  if (!rows.data) return nullptr;
+  std::vector<std::pair<int64_t, int64_t>> tiles;
+  rows.each_tile([&](int64_t row, int64_t height) { tiles.emplace_back(row, height); });
+  m.split(int64_t(tiles.size()), row_piece(kFloatTileRows * x.width), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto [row, height] = tiles[size_t(i)];
+      rows.put(x.row(row), x.stride, row, height, 0, x.width);
+    }
+  });
+  return rows.data;
+}
+
 Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& workspace) {
   Inputs inputs(x, x.width);
   if (needs_words(weights)) {
@@ -30,6 +44,7 @@ Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& works
     each_row(m, x.count, x.width, [&](int64_t row) { rows.put(x.row(row), row, 0, x.width); });
     inputs.plain.bf16 = rows.words;
   }
+  if (needs_floats(weights)) inputs.plain.packed = pack(m, x, workspace);
   if (!needs_bytes(weights)) return inputs;
   const int64_t planes = planes_of(weights);
   if (planes > 1) workspace.residuals.bytes(size_t(x.count * x.width) * sizeof(float));
@@ -39,11 +54,30 @@ Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& works
   return inputs;
 }
 
-// Panels of a piece of work: at least eight pieces for each thread, where there are so many panels. Tiles take two panels
-// side by side.
+// Panels of a piece of work: at least eight pieces for each thread, where there are so many panels. Tiles and floats take two
+// panels side by side.
 int64_t panel_piece(const PackedMatrix& matrix, int threads, int64_t rows) {
   const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * threads));
-  return kernels().has_tiles && rows >= kTileRows ? round_up(even, 2) : even;
+  const bool in_pairs = kernels().has_tiles ? rows >= kTileRows : matrix.format < Format::Q8_0;
+  return in_pairs ? round_up(even, 2) : even;
+}
+
+bool reads_packed(const PackedMatrix& matrix, const Inputs& inputs) {
+  return inputs.plain.packed && matrix.format < Format::Q8_0 && !(matrix.format == Format::BF16 && inputs.plain.bf16);
+}
+
+// A product with packed rows of floats: units are blocks of rows and some panels each, at least eight for each thread.
+void multiply_packed(Member& m, const Inputs& inputs, int64_t count, const PackedMatrix& matrix, const float* bias, float* y, int64_t stride) {
+  const int64_t blocks = parts_of(count, kFloatBlock), groups = parts_of(8 * m.size, blocks);
+  const int64_t most = round_up(parts_of(matrix.num_panels, groups), 2), per_block = parts_of(matrix.num_panels, most);
+  m.split(blocks * per_block, 1, [&](int64_t first, int64_t last) {
+    for (int64_t unit = first; unit < last; ++unit) {
+      const int64_t block = unit / per_block, panel = unit % per_block * most;
+      const int64_t row = part_begin(count, kFloatBlock, block), end = part_begin(count, kFloatBlock, block + 1);
+      kernels().matmul(matrix, inputs.block(row, end), bias, y + row * stride, stride, panel, std::min(panel + most, matrix.num_panels),
+                       m.scratch().bytes(matmul_scratch_bytes()));
+    }
+  });
 }
 
 void multiply(Member& m, const Inputs& inputs, int64_t count, const LinearWeights& weights, Rows out, Workspace& workspace) {
@@ -55,6 +89,10 @@ void multiply(Member& m, const Inputs& inputs, int64_t count, const LinearWeight
     float* target = split_planes ? workspace.planes.array<float>(size_t(2 * count * width)) : out.data + piece.column;
     const int64_t stride = split_planes ? width : out.stride;
     const float* bias = weights.bias() && !split_planes ? weights.bias() + piece.column : nullptr;
+    if (reads_packed(matrix, inputs)) {
+      multiply_packed(m, inputs, count, matrix, bias, target, stride);
+      continue;
+    }
     m.split(matrix.num_panels, panel_piece(matrix, m.size, count), [&](int64_t begin, int64_t end) {
       isa.matmul(matrix, inputs.of(matrix.format), bias, target, stride, begin, end, m.scratch().bytes(matmul_scratch_bytes()));
     });
@@ -81,10 +119,22 @@ Middle make_middle(Rows floats, const LinearWeights& next, RowMemory& memory) {
   const bool words = needs_words(next), bytes = needs_bytes(next);
   return {floats, needs_floats(next), words, bytes,
           words ? rounded_rows(floats.count, floats.width, memory) : RoundedRows{nullptr, KParts(1), 1, 1},
-          bytes ? quantized_rows(floats.count, floats.width, memory, next) : QuantizedRows{}};
+          bytes ? quantized_rows(floats.count, floats.width, memory, next) : QuantizedRows{},
+          needs_floats(next) ? packed_rows(floats.count, floats.width, memory) : PackedRows{}};
 }
 
 constexpr int64_t kGatedRows = 512;
+
+// All panels of a matrix, with packed rows block by block.
+void multiply_blocks(const PackedMatrix& matrix, const Inputs& inputs, const float* bias, float* y, int64_t stride, uint8_t* scratch) {
+  const int64_t count = inputs.plain.rows;
+  if (!reads_packed(matrix, inputs))
+    return kernels().matmul(matrix, inputs.of(matrix.format), bias, y, stride, 0, matrix.num_panels, scratch);
+  for (int64_t block = 0; block < parts_of(count, kFloatBlock); ++block) {
+    const int64_t row = part_begin(count, kFloatBlock, block), end = part_begin(count, kFloatBlock, block + 1);
+    kernels().matmul(matrix, inputs.block(row, end), bias, y + row * stride, stride, 0, matrix.num_panels, scratch);
+  }
+}
 
 // Columns of gate and of up in one piece of work: at least four pieces for each thread.
 int64_t gated_columns(int64_t width, int threads) {
@@ -103,44 +153,64 @@ void gate_columns(Member& m, const Inputs& inputs, const LinearWeights& pair, Ac
   for (int64_t i = 0; i < columns && pair.bias(); ++i)
     bias[i] = pair.bias()[begin + i], bias[columns + i] = pair.bias()[width + begin + i];
   const PackedMatrix both = pair.pieces().front().matrix.side_by_side(begin / kPanel, (width + begin) / kPanel, columns / kPanel);
-  isa.matmul(both, inputs.of(both.format), pair.bias() ? bias : nullptr, products, 2 * columns, 0, both.num_panels, scratch);
+  multiply_blocks(both, inputs, pair.bias() ? bias : nullptr, products, 2 * columns, scratch);
   for (int64_t row = 0; row < rows; ++row) {
     float* gate = products + row * 2 * columns;
     isa.act_mul_row(gate, gate + columns, columns, activation, gate);
     target.put(gate, row, begin, end);
   }
+  target.put_packed(products, 2 * columns, begin, end);
 }
 
 namespace {
 
+// Columns [begin, end) of act(up x).
+void act_columns(Member& m, const Inputs& inputs, const LinearWeights& up, Activation activation, int64_t begin, int64_t end,
+                 const Middle& target) {
+  const KernelTable& isa = kernels();
+  const int64_t columns = end - begin, rows = inputs.plain.rows;
+  uint8_t* scratch = m.scratch().bytes(matmul_scratch_bytes() + size_t(rows * columns) * sizeof(float));
+  auto* products = reinterpret_cast<float*>(scratch + matmul_scratch_bytes());
+  const PackedMatrix some = up.pieces().front().matrix.some(begin / kPanel, columns / kPanel);
+  multiply_blocks(some, inputs, up.bias() ? up.bias() + begin : nullptr, products, columns, scratch);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* own = products + row * columns;
+    isa.act_row(own, columns, activation, own);
+    target.put(own, row, begin, end);
+  }
+  target.put_packed(products, columns, begin, end);
+}
+
 Rows some_rows(Rows x, int64_t begin, int64_t count, int64_t width) { return {x.row(begin), count, width, x.stride}; }
 
-// At most kGatedRows rows of gated_linear.
-void gate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle, Rows out,
+// At most kGatedRows rows of activated_linear.
+void activate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle, Rows out,
                Workspace& workspace) {
   const int64_t width = last.in_features(), most = gated_columns(width, m.size);
   const Inputs inputs = prepare(m, x, pair, workspace);
   const Middle target = make_middle(middle, last, workspace.middle);
+  const auto of_columns = pair.out_features() == width ? act_columns : gate_columns;
   m.split((width + most - 1) / most, 1, [&](int64_t first, int64_t end) {
     for (int64_t begin = first * most; begin < std::min(end * most, width); begin += most)
-      gate_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
+      of_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
   });
   multiply(m, target.inputs(), x.count, last, out, workspace);
 }
 
 }  // namespace
 
-bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
-  return rows >= kTileRows && pair.pieces().size() == 1 && pair.out_features() == 2 * last.in_features() &&
+bool can_activate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
+  const bool fits = pair.out_features() == 2 * last.in_features() || pair.out_features() == last.in_features();
+  return rows >= kTileRows && pair.pieces().size() == 1 && fits &&
          last.in_features() % kQuantBlock == 0 && planes_of(pair) == 1 && planes_of(last) == 1;
 }
 
-void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
-                  Rows out, Workspace& workspace) {
+void activated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
+                      Rows out, Workspace& workspace) {
   const int64_t pieces = (x.count + kGatedRows - 1) / kGatedRows, most = round_up((x.count + pieces - 1) / pieces, kTileRows);
   for (int64_t begin = 0; begin < x.count; begin += most) {
     const int64_t count = std::min(most, x.count - begin);
-    gate_rows(m, some_rows(x, begin, count, pair.in_features()), pair, activation, last,
+    activate_rows(m, some_rows(x, begin, count, pair.in_features()), pair, activation, last,
               some_rows(middle, begin, count, last.in_features()), some_rows(out, begin, count, last.out_features()), workspace);
   }
 }

@@ -124,7 +124,10 @@ std::pair<Register, Register> add_norm(ProgramHolder& self, Register x, Register
 Register act(ProgramHolder& self, Register x, int code) {
   self.require_register("x", x);
   const Activation activation = activation_of(code);
-  return self.record("act", {x}, self.program.like(x), [=](const Call& c) { act(c.m, c.in(), activation, c.out()); });
+  const Register out = self.program.like(x);
+  Program::Operation& operation = self.program.record("act", {x}, {out}, [=](const Call& c) { act(c.m, c.in(), activation, c.out()); });
+  if (activation != Activation::Tanh) operation.activation = activation;
+  return out;
 }
 
 // Above 0: positive * x^2 + linear * x; else negative * (e^min(x, most) - 1 - x) + linear * x.

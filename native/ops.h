@@ -91,7 +91,7 @@ struct Queries {
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct RowMemory {  // the rows of a product
-  Scratch bytes, scales, words;
+  Scratch bytes, scales, words, floats;
 };
 struct Workspace {
   RowMemory input, middle;
@@ -105,11 +105,11 @@ void act(Member& m, Rows x, Activation activation, Rows out);
 void act_mul(Member& m, Rows x, Activation activation, Rows out);  // of gate and up side by side
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
 
-// out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear.
-// `middle` has room for the rows between them. Only where can_gate is true.
-void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
-                  Rows out, Workspace& workspace);
-bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
+// out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear. Or
+// out = last (act(pair x)). `middle` has room for the rows between them. Only where can_activate is true.
+void activated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
+                      Rows out, Workspace& workspace);
+bool can_activate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,

@@ -111,6 +111,36 @@ inline RoundedRows rounded_rows(int64_t rows, int64_t k, RowMemory& memory) {
   return rounded_rows_at(memory.words.array<uint16_t>(size_t(rounded_words(rows, k))), rows, k);
 }
 
+// Rows of floats in tiles, one after the other: a tile of `height` rows has a number of each of them for every column.
+struct PackedRows {
+  float* data;  // null: products read rows as they are
+  int64_t rows, k;
+
+  // Calls body(first row, height) for the tiles of all blocks.
+  template <class Body>
+  void each_tile(Body body) const {
+    for (int64_t block = 0; block < parts_of(rows, kFloatBlock); ++block) {
+      const int64_t from = part_begin(rows, kFloatBlock, block), count = part_begin(rows, kFloatBlock, block + 1) - from;
+      for (int64_t tile = 0; tile < parts_of(count, kFloatTileRows); ++tile) {
+        const int64_t r = part_begin(count, kFloatTileRows, tile);
+        body(from + r, part_begin(count, kFloatTileRows, tile + 1) - r);
+      }
+    }
+  }
+
+  // x holds the columns [begin, end) of a tile.
+  void put(const float* x, int64_t x_stride, int64_t row, int64_t height, int64_t begin, int64_t end) const {
+    kernels().pack_rows(x, x_stride, height, end - begin, data + row * k + begin * height);
+  }
+};
+
+constexpr int64_t kFewRows = 4;  // these are read as they are
+
+// Memory for rows of k numbers as tiles of floats.
+inline PackedRows packed_rows(int64_t rows, int64_t k, RowMemory& memory) {
+  return {rows > kFewRows && kernels().pack_rows ? memory.floats.array<float>(size_t(rows * k)) : nullptr, rows, k};
+}
+
 inline int64_t planes_of(const LinearWeights& weights) { return weights.quantizes() ? weights.planes() : 1; }
 
 // Whether weights are multiplied with bytes. Tiles take bfloat16 instead, but for activations of two bytes.
@@ -134,6 +164,13 @@ struct Inputs {
     quantized.q = rows.bytes, quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum, quantized.half_isum = rows.half_isum;
     quantized.half_sum = rows.half_sum;
   }
+
+  // Rows [begin, end) of those that are packed: a whole block.
+  Activations block(int64_t begin, int64_t end) const {
+    Activations rows = plain;
+    rows.x += begin * plain.x_stride, rows.rows = end - begin, rows.packed += begin * plain.k;
+    return rows;
+  }
   const Activations& of(Format format) const { return format >= Format::Q8_0 && quantized.q ? quantized : plain; }
 };
 
@@ -143,15 +180,23 @@ struct Middle {
   bool has_floats, has_words, has_bytes;
   RoundedRows words;
   QuantizedRows bytes;
+  PackedRows packed{};
 
   void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
-    if (has_floats) std::memcpy(floats.row(row) + begin, x, size_t(end - begin) * sizeof(float));
+    if (has_floats && !packed.data) std::memcpy(floats.row(row) + begin, x, size_t(end - begin) * sizeof(float));
     if (has_words) words.put(x, row, begin, end);
     if (has_bytes) bytes.put(x, row, begin, end);
   }
 
+  // x holds the columns [begin, end) of all rows.
+  void put_packed(const float* x, int64_t stride, int64_t begin, int64_t end) const {
+    if (packed.data)
+      packed.each_tile([&](int64_t row, int64_t height) { packed.put(x + row * stride, stride, row, height, begin, end); });
+  }
+
   Inputs inputs() const {
     Inputs inputs(floats, floats.width);
+    inputs.plain.packed = packed.data;
     if (has_words) inputs.plain.bf16 = words.words;
     if (has_bytes) inputs.set(bytes);
     return inputs;

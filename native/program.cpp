@@ -36,13 +36,13 @@ Rows Program::rows(Register value, const Step& step) const {
 
 void Program::finish(const std::vector<Register>& results) {
   for (Register result : results) bind(result);
-  join_gated();
+  join_activated();
   assign_buffers();
   is_complete_ = true;
 }
 
-// Whether a product, its gates and another product follow each other, and nothing else reads the values between them.
-bool Program::is_gated(size_t first) const {
+// Whether a product, its gates or activation, and another product follow each other, and nothing else reads the values between them.
+bool Program::is_activated(size_t first) const {
   if (first + 2 >= operations_.size()) return false;
   const Operation &pair = operations_[first], &gate = operations_[first + 1], &last = operations_[first + 2];
   if (!pair.weights || !gate.activation || !last.weights) return false;
@@ -57,18 +57,18 @@ bool Program::is_gated(size_t first) const {
 }
 
 // Three such operations become one, which keeps the values between them in a near cache when there are many rows.
-void Program::join_gated() {
+void Program::join_activated() {
   for (size_t i = 0; i < operations_.size(); ++i) {
-    if (!is_gated(i)) continue;
+    if (!is_activated(i)) continue;
     const Operation pair = operations_[i], gate = operations_[i + 1], last = operations_[i + 2];
     const auto work = [=, this](const Call& c) {
-      if (can_gate(*pair.weights, *last.weights, c.in().count)) {
-        gated_linear(c.m, c.in(), *pair.weights, *gate.activation, *last.weights, c.out(1), c.out(2), c.workspace);
+      if (can_activate(*pair.weights, *last.weights, c.in().count)) {
+        activated_linear(c.m, c.in(), *pair.weights, *gate.activation, *last.weights, c.out(1), c.out(2), c.workspace);
       } else {
         for (const Operation* each : {&pair, &gate, &last}) run(*each, c.m, c.step);
       }
     };
-    operations_[i] = {"gated", pair.reads, {pair.writes[0], gate.writes[0], last.writes[0]}, work, pair.index, nullptr, {}};
+    operations_[i] = {"activated", pair.reads, {pair.writes[0], gate.writes[0], last.writes[0]}, work, pair.index, nullptr, {}};
     operations_.erase(operations_.begin() + std::ptrdiff_t(i) + 1, operations_.begin() + std::ptrdiff_t(i) + 3);
   }
 }

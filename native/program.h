@@ -53,7 +53,7 @@ class Program {
     Work work;
     size_t index;                            // in the order of recording
     const LinearWeights* weights = nullptr;  // of a product
-    std::optional<Activation> activation;    // of gate and up
+    std::optional<Activation> activation;    // of gate and up, or of one product
   };
 
   // -- recording ----------------------------------------------------------------------------------------------------------
@@ -88,8 +88,8 @@ class Program {
 
   void run(const Operation& operation, Member& m, const Step& step) { operation.work({m, step, *this, operation, workspace_}); }
   void bind(Register x);
-  bool is_gated(size_t first) const;
-  void join_gated();
+  bool is_activated(size_t first) const;
+  void join_activated();
   void assign_buffers();
   void allocate(const Step& step);
   Rows rows(Register value, const Step& step) const;

@@ -206,7 +206,7 @@ void check_gated() {
           Pool::instance().run([&](Member& m) { act_mul(m, {products.data(), rows, 2 * width, 2 * width}, Activation::Silu, between); });
           const auto expected = product(middle, rows, end);
           Pool::instance().run([&](Member& m) {
-            gated_linear(m, input, pair, Activation::Silu, end, between, {found.data(), rows, k, k}, workspace);
+            activated_linear(m, input, pair, Activation::Silu, end, between, {found.data(), rows, k, k}, workspace);
           });
           report(std::string("gated ") + name_of(first) + " " + name_of(last), isa, compare(found, expected), 0, true);
         }

@@ -99,7 +99,6 @@ static inline void finish_columns(V16 acc, const PackedMatrix& m, int64_t column
   }
 }
 
-constexpr int64_t kWidenedK = 512;  // k values of a panel that are floats in the scratch at a time (32 KB)
 
 template <Format F, int R, int P>
 static inline void multiply_panels(const PackedMatrix& m, const Activations& x, const float* bias, float* y,
@@ -121,39 +120,82 @@ static void matmul_float_few(const PackedMatrix& m, const Activations& x, const 
   for (; p < end; ++p) multiply_panels<F, R, 1>(m, x, bias, y, y_stride, p);
 }
 
-template <int R>
-static inline void accumulate_rows(const float* x, int64_t x_stride, const float* w, int64_t count, float* sums,
-                                   bool first) {
+constexpr int64_t kWidenedK = 512;  // k values of a panel that are floats in the scratch at a time (32 KB)
+
+// Where the columns of a tile go.
+struct FloatResult {
+  float* y;  // of the first row of the block
+  int64_t stride;
+  const float* bias;  // null: none
+};
+
+#ifdef BIFOLIO_OWN_FLOAT_TILE
+#include "avx512_float_tile.h"
+#else
+constexpr int64_t kFloatPanels = 1;  // panels of a tile
+constexpr int64_t kFloatK = kWidenedK;  // k values of a panel that all rows are multiplied with before the next ones
+constexpr decltype(KernelTable::pack_rows) kPackRows = nullptr;
+
+// sums[r] += x[r][0..count) * w[0..count)[16]; a first part begins at 0.
+template <int R, int P>
+static inline void accumulate_rows(const float* x, int64_t x_stride, const float* const w[P], int64_t count, float* sums, bool first) {
+  static_assert(P == 1);
   V16 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
-  fma_tile<R>(x, x_stride, w, kPanel, count, acc);
+  fma_tile<R>(x, x_stride, w[0], kPanel, count, acc);
   for (int r = 0; r < R; ++r) store(sums + r * kPanel, acc[r]);
+}
+
+template <int P>
+static inline void accumulate_block(const Activations& x, int64_t row_begin, int64_t rows, int64_t begin, int64_t count,
+                                    const float* const w[P], const float* const[P], float* sums, const FloatResult*) {
+  const float* source = x.x + row_begin * x.x_stride + begin;
+  const bool first = begin == 0;
+  int64_t r = 0;
+  for (; r + BIFOLIO_FLOAT_ROWS <= rows; r += BIFOLIO_FLOAT_ROWS)
+    accumulate_rows<BIFOLIO_FLOAT_ROWS, P>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, first);
+  for (; r + 4 <= rows; r += 4) accumulate_rows<4, P>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, first);
+  for (; r < rows; ++r) accumulate_rows<1, P>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, first);
+}
+#endif
+
+constexpr bool kWritesResults = kFloatPanels > 1;  // tiles write whole panels of the result themselves
+
+// P panels of a block of rows.
+template <Format F, int P>
+static inline void multiply_block(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows, const float* bias,
+                                  float* y, int64_t y_stride, int64_t panel, float* scratch) {
+  const int64_t most = F == Format::F32 && rows <= kFloatTileRows ? m.k : kFloatK;  // a single tile reads weights once
+  float* sums = scratch + P * kFloatK * kPanel;  // [rows][P][16]
+  const float *w[P], *ahead[P];
+  const bool writes = kWritesResults && (panel + P) * kPanel <= m.n;
+  const FloatResult result{y + row_begin * y_stride + panel * kPanel, y_stride, bias ? bias + panel * kPanel : nullptr};
+  for (int64_t k = 0; k < m.k; k += most) {
+    const int64_t count = m.k - k < most ? m.k - k : most;
+    for (int p = 0; p < P; ++p) {
+      const auto* own = reinterpret_cast<const float*>(m.panel(panel + p));
+      w[p] = F == Format::F32 ? own + k * kPanel : scratch + p * kFloatK * kPanel;
+      if constexpr (F != Format::F32) widen_panel<F>(m.panel(panel + p), k, count, scratch + p * kFloatK * kPanel);
+      const bool at_end = k + count == m.k, ends = panel + P + p >= m.num_panels;
+      ahead[p] = F != Format::F32 ? w[p] : !at_end ? w[p] + count * kPanel : ends ? own : reinterpret_cast<const float*>(m.panel(panel + P + p));
+    }
+    accumulate_block<P>(x, row_begin, rows, k, count, w, ahead, sums, writes && k + count == m.k ? &result : nullptr);
+  }
+  if (writes) return;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int p = 0; p < P; ++p)
+      finish_columns(load(sums + (r * P + p) * kPanel), m, (panel + p) * kPanel, bias, y + (row_begin + r) * y_stride);
 }
 
 template <Format F>
 static void matmul_float_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                               const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                               uint8_t* scratch) {
-  auto* widened = reinterpret_cast<float*>(scratch);
-  float* sums = widened + kWidenedK * kPanel;  // [kRowBlock][16]
-  for (int64_t p = begin; p < end; ++p) {
-    for (int64_t k = 0; k < m.k; k += kWidenedK) {
-      const int64_t count = m.k - k < kWidenedK ? m.k - k : kWidenedK;
-      const float* w = reinterpret_cast<const float*>(m.panel(p)) + k * kPanel;
-      if constexpr (F != Format::F32) {
-        widen_panel<F>(m.panel(p), k, count, widened);
-        w = widened;
-      }
-      const float* source = x.x + row_begin * x.x_stride + k;
-      int64_t r = 0;
-      for (; r + BIFOLIO_FLOAT_ROWS <= rows; r += BIFOLIO_FLOAT_ROWS)
-        accumulate_rows<BIFOLIO_FLOAT_ROWS>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
-      for (; r + 4 <= rows; r += 4) accumulate_rows<4>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
-      for (; r < rows; ++r) accumulate_rows<1>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
-    }
-    for (int64_t r = 0; r < rows; ++r)
-      finish_columns(load(sums + r * kPanel), m, p * kPanel, bias, y + (row_begin + r) * y_stride);
-  }
+  auto* floats = reinterpret_cast<float*>(scratch);
+  int64_t p = begin;
+  for (; p + kFloatPanels <= end; p += kFloatPanels)
+    multiply_block<F, kFloatPanels>(m, x, row_begin, rows, bias, y, y_stride, p, floats);
+  for (; p < end; ++p) multiply_block<F, 1>(m, x, row_begin, rows, bias, y, y_stride, p, floats);
 }
 
 template <Format F>
@@ -167,8 +209,8 @@ static void matmul_float(const PackedMatrix& m, const Activations& x, const floa
       default: return matmul_float_few<F, 4>(m, x, bias, y, y_stride, begin, end);
     }
   }
-  for (int64_t row = 0; row < x.rows; row += kRowBlock) {
-    const int64_t rows = x.rows - row < kRowBlock ? x.rows - row : kRowBlock;
+  for (int64_t block = 0; block < parts_of(x.rows, kFloatBlock); ++block) {
+    const int64_t row = part_begin(x.rows, kFloatBlock, block), rows = part_begin(x.rows, kFloatBlock, block + 1) - row;
     matmul_float_many<F>(m, x, row, rows, bias, y, y_stride, begin, end, scratch);
   }
 }

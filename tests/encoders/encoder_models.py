@@ -64,6 +64,18 @@ ENCODERS: dict[str, Encoder] = {
         "ModernBertConfig",
         {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3},
     ),
+    "nomicbert": Encoder("NomicBertConfig", {"type_vocab_size": 2, "intermediate_size": 64}),
+    "embeddinggemma": Encoder(
+        "Gemma3TextConfig",
+        {
+            "use_bidirectional_attention": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
 }
 
 

@@ -57,6 +57,9 @@ class HeadLayer(NamedTuple):
     bias: bool = True
 
 
+OF_DECODERS = (HeadLayer("score", bias=False),)  # over the last token
+
+
 def nothing() -> Any:
     """The default of a table."""
     return field(default_factory=dict)
@@ -97,7 +100,7 @@ class Family:
     folder_form: Callable[[ModelConfig], StoredForm] = plain_form  # of joined rows in `folder_source`, for training
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
-    hf_head: tuple[HeadLayer, ...] = (HeadLayer("score", bias=False),)  # of folders for classification of sequences
+    hf_head: tuple[HeadLayer, ...] = OF_DECODERS  # of folders for classification of sequences
 
     # -- GGUF files
     gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family

@@ -1,6 +1,6 @@
-"""Gemma 3: norms before and after attention and MLP, scaled embeddings, five layers with a window, then one without.
+"""Gemma 3 and EmbeddingGemma: norms before and after attention and MLP, scaled embeddings, five layers with a window, then one without.
 
-Layers with a window have a separate rope base without scaling.
+Layers with a window have a separate rope base without scaling. EmbeddingGemma sees tokens in both directions and generates no text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bifolio.model.fields import Field, Form
 from bifolio.model.gguf.rope_fields import local_rope, read_rope, rope_entries
 from bifolio.model.huggingface.rope_fields import read_ropes, written_ropes
 from bifolio.model.tensor_names import HF_LLAMA
-from bifolio.model.window_fields import BY_TYPE
+from bifolio.model.window_fields import BY_TYPE, GGUF_WINDOWS, TYPES, WINDOW, Windows, written_kinds
 
 NORM_OFFSET = 1.0
 HF_NAMES = replace(
@@ -29,6 +29,7 @@ HF_NAMES = replace(
 ACTIVATION = Field("activation", hf=activation("hidden_activation", "hidden_act"))
 TANH = "gelu_pytorch_tanh"
 EMBEDDING_SCALE = Field("embedding_scale", default=lambda v: math.sqrt(v["hidden_size"]))
+ENCODER = "gemma-embedding"  # `general.architecture`
 LARGEST_LAYERS = 62  # the 27B model scales attention by hidden_size / heads instead of the head size
 
 
@@ -61,6 +62,28 @@ def whole(value: float) -> int | float:
     return round(value) if abs(value - round(value)) < 1e-5 * value else value
 
 
+def half_windows(windows: Windows) -> Windows:
+    """Windows of an encoder reach half of their size in each direction, and hold the token itself."""
+    return tuple(None if window is None else window // 2 + 1 for window in windows)
+
+
+def read_windows(values: Reading) -> Windows:
+    windows: Windows = BY_TYPE.read(values)
+    return half_windows(windows) if values["bidirectional"] else windows
+
+
+def read_gguf_windows(values: Reading) -> Windows:
+    windows: Windows = GGUF_WINDOWS.read(values)
+    return half_windows(windows) if values["bidirectional"] else windows
+
+
+def write_windows(values: Writing) -> dict[str, Any]:
+    if not values["bidirectional"]:
+        return dict(BY_TYPE.write(values))
+    reach = max((window for window in values["layers.window"] if window is not None), default=None)
+    return {WINDOW: None if reach is None else 2 * (reach - 1), TYPES: written_kinds(values)}
+
+
 def ropes_to_hf(values: Writing) -> dict[str, Any]:
     return {**written_ropes(values), "rope_local_base_freq": values.config.ropes[-1].theta}
 
@@ -77,7 +100,9 @@ FAMILY = Family(
         ACTIVATION,
         EMBEDDING_SCALE,
         scores(Form(read_gguf_scale, lambda v: scale_entry(v, gguf_scale(v)))),
-        Field("layers.window", hf=BY_TYPE),
+        Field("bidirectional", hf="use_bidirectional_attention", gguf=Form(lambda v: v.header.architecture == ENCODER), optional=True),
+        Field("language_head", hf=Form(lambda v: not v["bidirectional"]), gguf=Form(lambda v: not v["bidirectional"])),
+        Field("layers.window", hf=Form(read_windows, write_windows), gguf=Form(read_gguf_windows, GGUF_WINDOWS.write)),
         Field("ropes", hf=Form(read_ropes, ropes_to_hf), gguf=Form(ropes_from_gguf, rope_entries)),
     ),
     window_period=6,
@@ -88,6 +113,6 @@ FAMILY = Family(
     hf_text_part=True,
     hf_names=HF_NAMES,
     norm_offset=NORM_OFFSET,
-    gguf_architectures=("gemma3",),
+    gguf_architectures=("gemma3", ENCODER),
     gguf_implied={"activation": "gelu_tanh"},
 )

@@ -21,7 +21,8 @@ from bifolio.config import HeadConfig, ModelConfig, PoolingConfig
 from bifolio.config.pooling import MOST_LABELS, PoolingKind, ScoreActivation
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.model.families.family import Family
+from bifolio.model.families import family_of
+from bifolio.model.families.family import OF_DECODERS, Family
 from bifolio.model.fetch import Fetch, FetchVector
 from bifolio.model.huggingface.json_file import read_json_value
 from bifolio.model.huggingface.json_object import JsonObject
@@ -197,7 +198,7 @@ def _classifier_config(raw: JsonObject, network: ModelConfig, length: int | None
     labels = tuple(
         str(names.get(str(i), f"LABEL_{i}")) if isinstance(names, dict) else f"LABEL_{i}" for i in range(count)
     )
-    kind: PoolingKind = "cls" if network.bidirectional else "last"
+    kind: PoolingKind = "last" if family_of(network).hf_head == OF_DECODERS else "cls"
     if raw.get("classifier_pooling") is not None:
         kind = "mean" if raw.text("classifier_pooling") == "mean" else "cls"
     head = HeadConfig(labels, _score_activation(raw, count), 0 if count == 1 else None)
