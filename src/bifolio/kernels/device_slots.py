@@ -98,7 +98,8 @@ class DeviceSlots(Protocol):
     def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
         """A new sequence holds the slot; without `edits` it is drawn on the host.
 
-        `rope`: added to its positions, 0 or LONG_ROPE (`bifolio.long_rope`).
+        `rope`: added to the positions of its newest tokens: LONG_ROPE where the long set rotates (`bifolio.long_rope`),
+        and the shift behind its images (`bifolio.images`).
         """
         ...
 
