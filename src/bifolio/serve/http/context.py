@@ -55,6 +55,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
+    mmproj: str | None = None  # the file of its tower; None: beside the model, or none
     allow_pull: bool = False  # clients may fetch models into the cache
     allow_updates: bool = False  # clients may pause the engine and give it other weights
     allow_priority: bool = False  # priorities of clients without keys count
@@ -72,8 +73,9 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
         self.tokenizers = TokenizerPool(self.model.tokenizer)
-        self.templates = new_helper(self.reference or str(self.model.path), reads_tokenizer=False)
-        self.grammars = GrammarChecks(new_helper(self.reference or str(self.model.path), reads_tokenizer=True))
+        model = self.reference or str(self.model.path)
+        self.templates = new_helper(model, reads_tokenizer=False, mmproj=self.mmproj)
+        self.grammars = GrammarChecks(new_helper(model, reads_tokenizer=True))
         if self.gather is None:  # else the first front end reports the engine
             self.metrics.watch(self.engine)
 
