@@ -32,6 +32,7 @@ class Limits:
     """Bounds on the requests of one client and of all clients together."""
 
     max_body_bytes: int = 4 << 20
+    image_hosts: tuple[str, ...] = ()  # whose images requests may name by http(s) URLs
     max_queue: int = 256  # requests that may wait for a slot
     reserved_per_key: int = 16  # requests of a key, or address, that are admitted even if others have filled the queue
     max_open_per_key: int | None = None  # requests in flight of one key, or address without keys; None: no such limit
