@@ -18,7 +18,23 @@ from bifolio.model.huggingface.hf_loader import load_folder
 from helpers import random_prompt, transformers_logits
 
 GEMMA4 = ("gemma4", "gemma4 with experts", "gemma4 with inputs of layers")
-ROWS = ("cohere2", "gemma2", "gemma3n", *GEMMA4, "granite", "hunyuan_dense", "lfm3", "mistral3", "olmo2", "starcoder2")
+SCANNED = ("falcon_mamba", "jamba", "mamba")
+ROWS = (
+    "bloom",
+    *SCANNED,
+    "llama4",
+    "mpt",
+    "cohere2",
+    "gemma2",
+    "gemma3n",
+    *GEMMA4,
+    "granite",
+    "hunyuan_dense",
+    "lfm3",
+    "mistral3",
+    "olmo2",
+    "starcoder2",
+)
 
 
 @pytest.mark.sampled(2)

@@ -10,12 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from recurrence_cases import KINDS, new_recurrence, normal, recur_in_chunks, state_storage, states_of
+from recurrence_cases import KINDS, new_recurrence, normal, recur_in_chunks, state_batch, state_storage, states_of
 
 from bifolio.kernels.triton import TritonKernels
 
 
-@pytest.mark.parametrize("name", ["conv", "conv of width 7", "delta", "mamba"])
+@pytest.mark.parametrize("name", ["conv", "conv of width 7", "delta", "mamba", "selective"])
 def test_passes_of_any_size_give_the_same(name: str) -> None:
     """Bit for bit: a token's program computes the same in every pass."""
     kind, changes = KINDS[name]
@@ -28,3 +28,22 @@ def test_passes_of_any_size_give_the_same(name: str) -> None:
         np.testing.assert_array_equal(recur_in_chunks(kernels, recurrence, rows, chunk, storage), whole)
         for ours, theirs in zip(states_of(kernels, storage, recurrence, [1]), last, strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def test_scans_of_any_size_give_the_same() -> None:
+    """A selective recurrence, bit for bit, whether its tokens come one by one or together."""
+    kernels, rng = TritonKernels("cpu", "f32"), np.random.default_rng(7)
+    recurrence = new_recurrence(rng, "selective")
+    rows = normal(rng, 11, 3 * recurrence.channels + 2 * recurrence.key_size)
+    own, found = kernels.prepare_recurrence(recurrence), []
+    for chunk in (11, 1, 4):
+        storage = state_storage(kernels, recurrence, 2)
+        outputs = []
+        for first in range(0, len(rows), chunk):
+            part = rows[first : first + chunk]
+            batch = state_batch(kernels, [0, len(part)], [1 if first else 0], [*[-1] * (len(part) - 1), 1])
+            outputs.append(kernels.to_host(kernels.scan(kernels.from_host(part), own, batch, storage)))
+        found.append((np.concatenate(outputs), kernels.to_host(storage.recurrent[1])[1].copy()))
+    for outputs, state in found[1:]:
+        np.testing.assert_array_equal(outputs, found[0][0])
+        np.testing.assert_array_equal(state, found[0][1])

@@ -36,6 +36,11 @@ def shape_of(name: str) -> AttentionShape:
     return replace(shape, in_chunks=name == "chunked")
 
 
+def on_device(kernels: KernelSet, shape: AttentionShape) -> AttentionShape:
+    """The shape with its slopes as weights have them."""
+    return shape if shape.slopes is None else replace(shape, slopes=kernels.from_host(shape.slopes))
+
+
 # -- rope_and_write ----------------------------------------------------------------------------------------------------
 def _enter_rope(
     detail: str,
@@ -123,7 +128,7 @@ def attend(
 ) -> np.ndarray:
     """[t, num_heads * head_dim] of one segment over its cached context."""
     segment = segment_over(kernels, phase, queries, lengths, context.tables)
-    layer = LayerAttention(kernels, shape, context.storage)
+    layer = LayerAttention(kernels, on_device(kernels, shape), context.storage)
     return kernels.to_host(layer.compute_paged_attention(activations(kernels, query), segment))
 
 
@@ -156,7 +161,7 @@ def _enter_phases(name: str) -> None:
     @case("attend", f"to fresh prompts, {name} heads")
     def fresh_prompts(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
         """Packed prompts over their own keys and values: with a cache, of unequal and equal lengths, and without."""
-        found = []
+        found, own = [], on_device(kernels, shape)
         for lengths in ([17, 40, 3], [24, 24]):
             context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
             sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -165,7 +170,7 @@ def _enter_phases(name: str) -> None:
             context.storage.write(1, batch_index, heads.key, heads.value)
             for tables, storage in ((context.tables, context.storage), (None, None)):
                 segment = segment_over(kernels, PREFILL, lengths, lengths, tables)
-                found.append(kernels.to_host(kernels.attend(heads, shape, (segment,), storage)))
+                found.append(kernels.to_host(kernels.attend(heads, own, (segment,), storage)))
         return tuple(found)
 
 

@@ -30,6 +30,7 @@ from bifolio.kernels.triton import (
     norm,
     prefill,
     quantised_kernels,
+    quantised_rows,
     sampling,
     shared_attention,
     split_kv,
@@ -70,6 +71,8 @@ WIDE = {
     "sin",
     "temperature",
     "total",
+    "sinks",
+    "slopes",
 }
 LONG = {"slots", "places", "sums", "seeds"}
 NARROW = {
@@ -102,12 +105,13 @@ HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 
 HEADS["CAP"] = 0.0
 DECODE = {
     **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
-    "HAS_SINKS": False,
+    "HAS_SINKS": False, "HAS_SLOPES": False,
 }  # fmt: skip
 CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
 PREFILL = {
     **{k: v for k, v in HEADS.items() if k != "GROUP"},
-    "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False, "FIXED": 0,
+    "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False, "FIXED": 0, "HAS_SINKS": False,
+    "HAS_SLOPES": False, "BIDIRECTIONAL": False,
 }  # fmt: skip
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
@@ -123,11 +127,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         4,
     ),
     "decode, soft-capped": (decode._decode_kernel, {**DECODE, "CAP": 72.0}, 2),
+    "decode, biased": (decode._decode_kernel, {**DECODE, "HAS_SLOPES": True}, 2),
     "cut": (split_kv._cut_kernel, CUT, 8),
     "cut, deterministic": (split_kv._cut_kernel, {**CUT, "IS_SHARED": False, "FIXED": 1024}, 8),
     "shared": (shared_attention._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
     "prefill": (prefill._prefill_kernel, PREFILL, 4),
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
+    "prefill, biased": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "HAS_SLOPES": True}, 8),
+    "prefill, in chunks": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "WINDOW": -8192}, 8),
+    "prefill, in odd chunks": (prefill._prefill_kernel, {**PREFILL, "WINDOW": -20, "FRESH": True}, 4),
     "one row": (
         gemv._one_row_kernel,
         {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True, "GROUP": 0},
@@ -173,16 +181,35 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
+QUANTISED_TILES = {
+    "few rows": {"ROWS": 64, "OUTPUTS": 128, "BLOCK": 128, "STAGES": 3, "SWAPPED": True, "SPLITS": 4},
+    "few rows, gated": {
+        "ROWS": 16,
+        "OUTPUTS": 64,
+        "BLOCK": 128,
+        "STAGES": 3,
+        "SWAPPED": False,
+        "SPLITS": 2,
+        "ACTIVATION": 0,
+    },
+    "few rows, odd": {
+        "ROWS": 16,
+        "OUTPUTS": 64,
+        "BLOCK": 128,
+        "STAGES": 3,
+        "SWAPPED": False,
+        "SPLITS": 1,
+        "DEPTH": 4000,
+    },
+    "few rows, fixed": {"ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "SPLITS": 1},
+}
 for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1", "MXFP4")):
     shape = {**PRODUCT, "KIND": number, "OUTPUTS": 32}
     CASES[f"one row {format}"] = (
         quantised_kernels.one_row_kernel, {**shape, "BLOCKS": 64, "STAGES": 1, "HAS_NORM": True, "OUTPUTS": 4}, 4,
     )  # fmt: skip
-    CASES[f"few rows {format}"] = (
-        quantised_kernels.few_rows_kernel,
-        {**shape, "ROWS": 64, "BLOCKS": 4, "STAGES": 4, "PRECISION": "tf32", "ACTIVATION": 0},
-        4,
-    )
+    for name, tile in QUANTISED_TILES.items():
+        CASES[f"{name} {format}"] = (quantised_rows.few_rows_kernel, {**shape, **tile, "PRECISION": "tf32"}, 8)
     CASES[f"dequantise {format}"] = (
         quantised_kernels.dequantise_kernel, {"DEPTH": 4096, "KIND": number, "BLOCKS": 32, "LOOKS_UP": True}, 4,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import triton
 from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import chunked_scan, device_state, recurrence
+from bifolio.kernels.triton import chunked_scan, device_state, recurrence, selective
 
 pytestmark = pytest.mark.full
 POINTERS = {
@@ -51,6 +51,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "scan of qwen3_next": (recurrence._scan_kernel, SCAN, 1),
     "scan of granite": (recurrence._scan_kernel, {**SCAN, "DELTA": False, "HAS_SKIP": True}, 1),
+    "scan of jamba": (
+        selective._selective_kernel,
+        {"HAS_STATES": True, "IS_DECODE": False, "KEYS": 16, "BLOCK": selective.CHANNELS, "STAGES": 3},
+        1,
+    ),
     "chunks of qwen3_next": (chunked_scan._prepare_kernel, PREPARE, 4),
     "chunks of qwen3_next in f32": (chunked_scan._prepare_kernel, {**PREPARE, "PRECISION": "tf32x3"}, 4),
     "chunks of falcon_h1": (chunked_scan._prepare_kernel, {**PREPARE, "DELTA": False, "KEYS": 256}, 4),
@@ -80,6 +85,6 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     if kernel in (chunked_scan._prepare_kernel, chunked_scan._scan_chunks_kernel):
         assert "wgmma" in compiled.asm["ptx"]  # products on tensor cores
-    if kernel is recurrence._scan_kernel:
+    if kernel in (recurrence._scan_kernel, selective._selective_kernel):
         assert "ld.local" not in compiled.asm["ptx"]  # the state stays in registers
         assert "cp.async" in compiled.asm["ptx"]  # the next tokens are read ahead

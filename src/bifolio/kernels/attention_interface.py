@@ -46,6 +46,12 @@ class AttentionShape:
     bias: Array | None = None  # f32[num_heads, 2 * r + 1]  added to scores, by the key's position minus the query's:
     #                            column r is the distance 0; distances beyond r have the bias of r
 
+    @property
+    def reach(self) -> int:
+        """The window as one number: 0 without one, below 0 for chunks of so many tokens."""
+        window = self.window or 0
+        return -window if self.in_chunks else window
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSegment:

@@ -37,7 +37,9 @@ def can_attend(shape: AttentionShape, dtype: torch.dtype, cache_dtype: torch.dty
     """Whether this kernel attends with heads of such a shape, in these dtypes."""
     if dtype != torch.bfloat16 or cache_dtype != torch.bfloat16 or shape.head_dim not in HEAD_DIMS:
         return False
-    if shape.window is not None or shape.softcap or shape.sinks is not None or shape.temperature:
+    if shape.window is not None or shape.softcap or shape.temperature:
+        return False
+    if shape.sinks is not None or shape.slopes is not None:
         return False
     return shape.num_heads // shape.num_kv_heads // group_of(shape) <= MOST_SETS and nvrtc.works()
 

@@ -44,11 +44,6 @@ from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new
 from bifolio.kernels.triton.tiles import prefill_tile
 
 
-def is_composed(shape: AttentionShape) -> bool:
-    """Whether no kernel computes the layer: it is composed of torch operations, outside of CUDA graphs."""
-    return shape.slopes is not None or shape.in_chunks
-
-
 @dataclass(slots=True)
 class StagedSegment:
     """The device arrays of a segment; created once per pass, used by every layer."""
@@ -56,7 +51,7 @@ class StagedSegment:
     segment: AttentionSegment
     lengths: torch.Tensor | None = None  # i32[s]
     table_rows: torch.Tensor | None = None  # i32[s]
-    pieces: dict[int, Pieces] = field(default_factory=dict)  # by window
+    pieces: dict[int, Pieces] = field(default_factory=dict)  # by `AttentionShape.reach`
     tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
     is_cut: bool = False  # the pieces were computed before the first layer
     shared: SharedRows | None = None
@@ -148,7 +143,7 @@ class Attention:
         long = self._attend_long(query, shape, staged, storage, out)
         if len(long) < segment.num_sequences:
             rows = self.rows_of_tile(shape, segment, query.dtype, storage)
-            tiles = self._tiles(staged, segment, rows, shape.window or 0, long)
+            tiles = self._tiles(staged, segment, rows, shape.reach, long)
             prefill_attention(own, shape, segment, storage, tiles, rows, out, fixed=self._deterministic)
         return out
 
@@ -166,7 +161,7 @@ class Attention:
             return []
         if not can_be_long(query, shape, storage):
             return []
-        window = shape.window or 0
+        window = shape.reach
         if window not in staged.long:
             staged.long[window] = long_queries(staged.segment, shape.window)
         for item in staged.long[window]:
@@ -224,7 +219,7 @@ class Attention:
         if staged.lengths is None:
             staged.lengths = self._integers(segment.context_lens)
             staged.table_rows = torch.arange(segment.num_sequences, dtype=torch.int32, device=self._device)
-        window = shape.window or 0
+        window = shape.reach
         pieces = staged.pieces.get(window)
         if pieces is None:
             pieces = self._new_pieces(segment, shape)
@@ -250,7 +245,7 @@ class Attention:
         self,
         segment: AttentionSegment,  # one query each; lengths and tables on the device
         table_rows: torch.Tensor,  # i32[s]
-        pieces: dict[int, Pieces],  # by window; kept by the caller, since a CUDA graph reuses them
+        pieces: dict[int, Pieces],  # by `AttentionShape.reach`; kept by the caller, since a CUDA graph reuses them
         shapes: tuple[AttentionShape, ...],
         shared: SharedRows | None = None,
         *,
@@ -265,7 +260,7 @@ class Attention:
             self._has_padding = False
             return
         for shape in shapes:
-            window = shape.window or 0
+            window = shape.reach
             if window not in pieces:
                 pieces[window] = self._new_pieces(segment, shape)
         for window, part in pieces.items():

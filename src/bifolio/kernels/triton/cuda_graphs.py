@@ -182,7 +182,7 @@ class DecodeGraphs:
         self._steps: dict[StepKey, DecodeStep] = {}
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self.recorder = GraphRecorder(state.device)
-        self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
+        self._shapes = tuple({shape.reach: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
     def launch(

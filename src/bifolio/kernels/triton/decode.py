@@ -17,7 +17,7 @@ import triton.language as tl
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.merge import merge_parts, with_sinks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
+from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token, first_visible
 from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE, mix_tile, read_tile, score_constants
 
 MIN_ROWS = 16  # rows of the smallest matrix product
@@ -52,6 +52,7 @@ def _decode_kernel(
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
     sinks: tl.tensor,  # f32[heads]
+    slopes: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [s, heads * dim]
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -70,6 +71,7 @@ def _decode_kernel(
     CAP: tl.constexpr,  # of scores; 0: none
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
     JOINED: tl.constexpr,  # parts that are merged at once
     GROUP_BLOCK: tl.constexpr,  # rows of the merged result
@@ -81,17 +83,19 @@ def _decode_kernel(
             _attend_piece(
                 query, keys, values, tables, table_rows, lengths,
                 sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
-                shared_mixed, shared_weight, num_sequences, sinks,
+                shared_mixed, shared_weight, num_sequences, sinks, slopes,
                 out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM,
-                DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+                DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, HAS_SLOPES, FIXED, JOINED,
+                GROUP_BLOCK,
             )  # fmt: skip
     else:
         _attend_piece(
             query, keys, values, tables, table_rows, lengths,
             sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
-            shared_mixed, shared_weight, num_sequences, sinks, out,
+            shared_mixed, shared_weight, num_sequences, sinks, slopes, out,
             query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
-            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, HAS_SLOPES, FIXED, JOINED,
+            GROUP_BLOCK,
         )  # fmt: skip
 
 
@@ -116,6 +120,7 @@ def _attend_piece(
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
     sinks: tl.tensor,
+    slopes: tl.tensor,
     out: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -136,6 +141,7 @@ def _attend_piece(
     CAP: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     FIXED: tl.constexpr,
     JOINED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -162,10 +168,13 @@ def _attend_piece(
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
         source = query + owner.to(tl.int64) * query_stride
         q = tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(keys.dtype.element_ty)
-        oldest = tl.where(window > 0, length - window, 0)
+        oldest = first_visible(length, window)
+        slope = 0.0
+        if HAS_SLOPES:
+            slope = tl.load(slopes + head, mask=row < GROUP, other=0.0)[:, None] * 1.4426950408889634
         highest, total, mixed = _mix_tokens(
-            q, keys, values, table, begin, end, oldest, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
-            DIM_BLOCK, TILE, STAGES, PRECISION, CAP,
+            q, keys, values, table, begin, end, oldest, length - 1, slope, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE,
+            ROWS, DIM, DIM_BLOCK, TILE, STAGES, PRECISION, CAP, HAS_SLOPES,
         )  # fmt: skip
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
@@ -199,6 +208,8 @@ def _mix_tokens(
     begin: tl.tensor,
     end: tl.tensor,
     oldest: tl.tensor,  # first visible token
+    newest: tl.tensor,  # the query's own position
+    slope: tl.tensor,  # f32[rows, 1], if HAS_SLOPES
     kv_head: tl.tensor,
     dim: tl.tensor,
     scale: tl.tensor,
@@ -211,6 +222,7 @@ def _mix_tokens(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
 ) -> tl.tensor:
     """The online softmax over the tokens from `begin` to `end`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -223,13 +235,23 @@ def _mix_tokens(
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
         v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
-        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, False, PRECISION, CAP)
+        bias = 0.0
+        if HAS_SLOPES:
+            bias = slope * (start + tl.arange(0, TILE) - newest)[None, :]
+        highest, total, mixed = mix_tile(
+            q, k, v, visible, highest, total, mixed, scale, False, PRECISION, CAP, bias, HAS_SLOPES
+        )
     for start in tl.range(whole, end, TILE, num_stages=1):
         token = start + tl.arange(0, TILE)
         seen = ((token < end) & (token >= oldest))[None, :]
         k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
-        highest, total, mixed = mix_tile(q, k, v, seen, highest, total, mixed, scale, True, PRECISION, CAP)
+        bias = 0.0
+        if HAS_SLOPES:
+            bias = slope * (token - newest)[None, :]
+        highest, total, mixed = mix_tile(
+            q, k, v, seen, highest, total, mixed, scale, True, PRECISION, CAP, bias, HAS_SLOPES
+        )
     return highest, total, mixed
 
 
@@ -302,6 +324,7 @@ def decode_attention(
         *(shared or (lengths, pieces.mixed, pieces.weight)),
         num_sequences,
         query if shape.sinks is None else shape.sinks,
+        query if shape.slopes is None else shape.slopes,
         out,
         query.stride(0),
         tables.stride(0),
@@ -320,6 +343,7 @@ def decode_attention(
         CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
         HAS_SINKS=shape.sinks is not None,
+        HAS_SLOPES=shape.slopes is not None,
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),
         GROUP_BLOCK=group_block,

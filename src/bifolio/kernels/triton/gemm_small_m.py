@@ -91,7 +91,7 @@ def _few_rows_kernel(
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
     if SPLITS > 1:
-        sums, up_sums, is_last = _add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
+        sums, up_sums, is_last = add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
         inside = inside & is_last
     if GROUP >= DEPTH:
         sums *= row_scale(scales, output, output_exists)[None, :]
@@ -136,7 +136,7 @@ def _multiply(
 
 
 @triton.jit
-def _add_parts(
+def add_parts(
     sums: tl.tensor,  # f32[rows, outputs]  of this program
     up_sums: tl.tensor,
     partial_sums: tl.tensor,
@@ -212,7 +212,7 @@ def few_rows(
         values if bias is None else bias,
         x if residual is None else residual,
         out,
-        *_shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
+        *shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
         num_rows,
         outputs,
         x.stride(0),
@@ -236,8 +236,8 @@ def few_rows(
     return out
 
 
-def _shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partial sums of every program, a counter for each tile); unused without split-K."""
+def shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for split-K: (partial sums of every program, a counter for each tile); unused without it."""
     if grid[2] == 1:
         return out, out
     tiles = grid[0] * grid[1]

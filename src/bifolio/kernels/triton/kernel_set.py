@@ -44,7 +44,7 @@ from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
-from bifolio.kernels.triton.attention import Attention, is_composed
+from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
@@ -53,6 +53,7 @@ from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.recurrence import recur
 from bifolio.kernels.triton.scan_plan import StagedStates
+from bifolio.kernels.triton.selective import selective_scan
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.long_rope import LONG_ROPE
@@ -267,14 +268,15 @@ class TritonKernels(TorchArrays):
         return Mixture(compute, len(values))
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        if recurrence.kind == "selective":
-            return self._torch.recur(tensor(x), recurrence, batch, storage)
-        if self._states is None or batch.states is None or self._states.use is not batch.states:
-            self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
-        return recur(tensor(x), recurrence, self._states, storage)
+        return recur(tensor(x), recurrence, self._staged_states(batch), storage)
 
     def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        return self._torch.scan(tensor(x), recurrence, batch, storage)
+        return selective_scan(tensor(x), recurrence, self._staged_states(batch), storage)
+
+    def _staged_states(self, batch: Batch) -> StagedStates:
+        if self._states is None or batch.states is None or self._states.use is not batch.states:
+            self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
+        return self._states
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         return self._torch.mix_streams(tensor(x), tensor(coefficients), streams)
@@ -307,8 +309,6 @@ class TritonKernels(TorchArrays):
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
-        if is_composed(shape):
-            return self._torch.attend(heads, shape, segments, storage)
         return self.attention.attend(heads, shape, segments, storage)
 
     def stage_states(self, states: StagedStates) -> None:

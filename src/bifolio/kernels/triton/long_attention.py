@@ -78,6 +78,7 @@ def can_be_long(query: torch.Tensor, shape: AttentionShape, storage: Storage) ->
         and shape.head_dim % 8 == 0
         and not shape.softcap
         and shape.sinks is None
+        and shape.slopes is None
     )
 
 

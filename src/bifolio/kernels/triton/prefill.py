@@ -84,6 +84,7 @@ def _prefill_kernel(
     context_lens: tl.tensor,
     table_rows: tl.tensor,
     sinks: tl.tensor,  # f32[heads]
+    slopes: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [t, heads * dim]
     query_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -97,11 +98,12 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # `AttentionShape.reach`
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,  # of scores; 0: none
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode; 0: one piece
     BIDIRECTIONAL: tl.constexpr = False,
 ) -> None:
@@ -126,6 +128,8 @@ def _prefill_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW + 1, 0) // ALIGN * ALIGN
+    if WINDOW < 0:
+        begin = lowest // -WINDOW * -WINDOW // ALIGN * ALIGN
     whole = (lowest + 1) // TILE * TILE
     if BIDIRECTIONAL:
         end = context
@@ -134,6 +138,13 @@ def _prefill_kernel(
             end = tl.minimum(lowest + ROWS + WINDOW, context)
     if WINDOW > 0:
         whole = begin
+    if WINDOW < 0:
+        if -WINDOW % ALIGN != 0:  # a chunk may begin inside a tile
+            whole = begin
+        whole = tl.where((end - 1) // -WINDOW > lowest // -WINDOW, begin, whole)  # or inside these queries
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head) * 1.4426950408889634
     if FIXED > 0:
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -142,17 +153,17 @@ def _prefill_kernel(
             last = tl.minimum(piece + FIXED, end)
             weight, part_total, values_mixed = _mix_tokens(
                 q, keys, values, table, piece, tl.minimum(tl.maximum(whole, piece), last), last, end, start_query,
-                position, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK,
-                TILE, WINDOW, FRESH, PRECISION, CAP, BIDIRECTIONAL,
+                position, slope, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
+                DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP, BIDIRECTIONAL, HAS_SLOPES,
             )  # fmt: skip
             weight = tl.where(part_total > 0, weight + tl.log2(part_total), -float("inf"))
             values_mixed = values_mixed / tl.where(part_total > 0, part_total, 1.0)[:, None]
             highest, total, mixed = join_part(weight, values_mixed, highest, total, mixed)
     else:
         highest, total, mixed = _mix_tokens(
-            q, keys, values, table, begin, whole, end, end, start_query, position, kv_head, dim, key_stride,
+            q, keys, values, table, begin, whole, end, end, start_query, position, slope, kv_head, dim, key_stride,
             value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP,
-            BIDIRECTIONAL,
+            BIDIRECTIONAL, HAS_SLOPES,
         )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
@@ -173,6 +184,7 @@ def _mix_tokens(
     end: tl.tensor,  # tokens from here on are not read
     start_query: tl.tensor,  # first fresh token of the sequence
     position: tl.tensor,  # i32[rows]
+    slope: tl.tensor,  # of the head, if HAS_SLOPES
     kv_head: tl.tensor,
     dim: tl.tensor,
     key_stride: tl.tensor,
@@ -189,6 +201,7 @@ def _mix_tokens(
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
     BIDIRECTIONAL: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
 ) -> tl.tensor:
     """The online softmax over the tokens from `begin` to `last`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -206,7 +219,12 @@ def _mix_tokens(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
-        highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP)
+        bias = 0.0
+        if HAS_SLOPES:
+            bias = slope * ((start + tl.arange(0, TILE))[None, :] - position[:, None])
+        highest, total, mixed = mix_tile(
+            q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP, bias, HAS_SLOPES
+        )
     for start in tl.range(whole, last, TILE):
         other = start + tl.arange(0, TILE)
         visible = position[:, None] >= other[None, :]
@@ -216,6 +234,8 @@ def _mix_tokens(
                 visible = visible & (other[None, :] - position[:, None] < WINDOW)
         if WINDOW > 0:
             visible = visible & (position[:, None] - other[None, :] < WINDOW)
+        if WINDOW < 0:
+            visible = visible & (other[None, :] >= (position // -WINDOW * -WINDOW)[:, None])
         if FRESH:
             k = _read_fresh(
                 keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, True
@@ -226,7 +246,12 @@ def _mix_tokens(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
-        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP)
+        bias = 0.0
+        if HAS_SLOPES:
+            bias = slope * (other[None, :] - position[:, None])
+        highest, total, mixed = mix_tile(
+            q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP, bias, HAS_SLOPES
+        )
     return highest, total, mixed
 
 
@@ -303,6 +328,7 @@ def prefill_attention(
         tiles.context_lens,
         tiles.table_rows,
         query if shape.sinks is None else shape.sinks,
+        query if shape.slopes is None else shape.slopes,
         out,
         query.stride(0),
         keys.stride(0) if fresh else 0,
@@ -316,11 +342,12 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         ROWS=rows,
         TILE=prefill_tile(shape.head_dim, keys.dtype),
-        WINDOW=shape.window or 0,
+        WINDOW=shape.reach,
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",
         CAP=cap,
         HAS_SINKS=shape.sinks is not None,
+        HAS_SLOPES=shape.slopes is not None,
         FIXED=FIXED_PIECE if fixed else 0,
         BIDIRECTIONAL=shape.bidirectional,
         num_warps=8 if rows >= 128 else 4,
@@ -346,6 +373,7 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and not shape.softcap
         and not shape.bidirectional
         and shape.sinks is None
+        and shape.slopes is None
         and shape.head_dim % 8 == 0
     )
 

@@ -28,9 +28,11 @@ from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import fp8, fp8_rows
 from bifolio.kernels.triton.epilogue import fused
 from bifolio.kernels.triton.fp8 import Fp8Weight
-from bifolio.kernels.triton.gemm_tuning import INTERPRETED
+from bifolio.kernels.triton.gemm_small_m import shared_tiles
+from bifolio.kernels.triton.gemm_tuning import INTERPRETED, RowTile
 from bifolio.kernels.triton.pdl import OVERLAPPED
-from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
+from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, one_row_kernel
+from bifolio.kernels.triton.quantised_rows import few_rows_kernel
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import release_pages
@@ -141,16 +143,18 @@ def few_rows(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
-    tile: QuantisedTile | None = None,
+    tile: RowTile | None = None,
     fixed: bool = False,  # same tiles for any number of rows: results do not depend on the batch
 ) -> torch.Tensor:
     """[rows, outputs]; correct for any number of rows, fast for few."""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
-    tile = tile or few_rows_tile(x.dtype, outputs)
-    rows = FIXED_ROWS if fixed else min(max(16, triton.next_power_of_2(num_rows)), 128)
+    if tile is None:
+        tile = few_rows_tile(num_rows, outputs, depth, x.dtype, weight.kind, gated=activation is not None, fixed=fixed)
+    rows = tile.rows if fixed else min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
-    few_rows_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows))](
+    grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
+    few_rows_kernel[grid](
         x,
         weight.values,
         weight.scales,
@@ -158,15 +162,18 @@ def few_rows(
         x if bias is None else bias,
         x if residual is None else residual,
         out,
+        *shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
         num_rows,
         outputs,
         x.stride(0),
         DEPTH=depth,
         KIND=weight.kind,
+        SPLITS=tile.splits,
         ROWS=rows,
         OUTPUTS=tile.outputs,
-        BLOCKS=tile.blocks,
+        BLOCK=tile.depth,
         STAGES=tile.stages,
+        SWAPPED=tile.swapped,
         **fused(bias, residual, activation),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
@@ -210,12 +217,26 @@ def one_row_tile(format: QuantFormat, outputs: int) -> QuantisedTile:
     return QuantisedTile(4 if outputs >= 2048 else 2, blocks, 4)
 
 
-def few_rows_tile(dtype: torch.dtype, outputs: int) -> QuantisedTile:
+def few_rows_tile(
+    rows: int, outputs: int, depth: int, dtype: torch.dtype, kind: int, *, gated: bool, fixed: bool
+) -> RowTile:
+    """As measured on an H200 with the products of the 8B shape, at 16 and 64 rows."""
     if INTERPRETED:
-        return QuantisedTile(64, 2, 4)
+        return RowTile(64, 64, 4, rows=FIXED_ROWS)
     if dtype == torch.float32:
-        return QuantisedTile(32, 1, 4, 2)
-    return QuantisedTile(64 if outputs >= 8192 else 32, 4, 4, 4)
+        return RowTile(32, 32, 4, 2, rows=FIXED_ROWS)
+    if fixed:
+        return RowTile(64, 128, 4, 4, swapped=True, rows=FIXED_ROWS)
+    if rows <= 16 or (gated and kind == 0):
+        tiles = triton.cdiv(outputs, 64)
+        return RowTile(64, 128, 4, 3, splits=_splits(tiles, depth, 2), rows=FIXED_ROWS)
+    tiles = triton.cdiv(outputs, 128)
+    return RowTile(128, 128, 8, 3, swapped=True, splits=_splits(tiles, depth, 4 if tiles < 256 else 1), rows=FIXED_ROWS)
+
+
+def _splits(tiles: int, depth: int, wanted: int) -> int:
+    """Programs that share the depth of a tile: `wanted`, or more of few tiles; each has 256 columns or more."""
+    return max(min(max(wanted, 128 // tiles), 8, depth // 256), 1)
 
 
 # -- the kernel set's part ---------------------------------------------------------------------------------------------

@@ -182,65 +182,6 @@ def multiply_codes(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def few_rows_kernel(
-    x: tl.tensor,  # [rows, depth]
-    values: tl.tensor,
-    scales: tl.tensor,
-    minima: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,  # [rows, outputs]
-    out: tl.tensor,  # [rows, outputs]
-    num_rows: tl.tensor,
-    num_outputs: tl.tensor,
-    x_stride: tl.tensor,
-    DEPTH: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row_exists, output_exists = row < num_rows, output < num_outputs
-    start = output.to(tl.int64)[:, None] * (DEPTH // 32)
-    partner_start = (output + num_outputs).to(tl.int64)[:, None] * (DEPTH // 32)
-    x_source = x + row.to(tl.int64)[:, None] * x_stride
-    position = tl.arange(0, BLOCKS * ELEMENTS)
-    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    exists = row_exists[:, None] & output_exists[None, :]
-    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    wait_for_inputs()
-    added = load_residual(residual, place, exists, HAS_RESIDUAL)
-    for first_block in tl.range(0, DEPTH // 32, BLOCKS, num_stages=STAGES):
-        block = first_block + tl.arange(0, BLOCKS)
-        inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
-        column = ((first_block + position // ELEMENTS) * 32 + position % ELEMENTS)[None, :]
-        wanted = row_exists[:, None] & (column < DEPTH)
-        tile = load_codes(values, start + block[None, :], inside, KIND)
-        scale, offset = load_factors(scales, minima, start + block[None, :], inside, KIND)
-        first = tl.load(x_source + column, mask=wanted, other=0.0)
-        second = first
-        if KIND != 0:
-            second = tl.load(x_source + column + 16, mask=wanted, other=0.0)
-        sums = multiply_codes(sums, tile, scale, offset, first, second, KIND, PRECISION)
-        if ACTIVATION >= 0:
-            tile = load_codes(values, partner_start + block[None, :], inside, KIND)
-            scale, offset = load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
-            up_sums = multiply_codes(up_sums, tile, scale, offset, first, second, KIND, PRECISION)
-    finish(
-        tl.trans(sums), tl.trans(up_sums), output[None, :], place, exists, bias, added, out, num_outputs,
-        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
-    )  # fmt: skip
-
-
 @triton.jit
 def dequantise_kernel(
     values: tl.tensor,

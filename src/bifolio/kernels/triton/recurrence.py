@@ -281,7 +281,7 @@ def _finish_kernel(
 
 def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None) -> torch.Tensor:
     """[t, out_features]"""
-    if r.kind == "conv":
+    if r.kind in ("conv", "selective"):
         out = x.new_empty((x.shape[0], r.channels))
         _convolve(x, r, staged, storage, out)
         return out
@@ -298,7 +298,7 @@ def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Sto
     count, is_delta = x.shape[0], r.kind == "delta"
     if not count:
         return
-    if r.kind == "conv":
+    if r.kind in ("conv", "selective"):
         sizes = {"num_queries": 0, "key_start": 0, "key_size": 0, "value_start": 0, "value_size": CONV_BLOCK}
         units, block, first = triton.cdiv(r.channels, CONV_BLOCK), CONV_BLOCK, 0
     else:

@@ -15,7 +15,6 @@ from bifolio.kernels.interface import Array, Batch, DraftNetwork, Network, SlotS
 from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.triton.attention import is_composed
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.draft_draws import MOST, DraftDraws
@@ -30,32 +29,16 @@ from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
 from bifolio.sampling_params import SamplingParams
 
 
-def check_network(network: Network, storage: Storage) -> None:
-    """Raise UnsupportedModelError for networks whose steps cannot be captured as CUDA graphs."""
-    missing = ""
-    if not network.shapes:
-        missing = "models without attention"
-    elif any(shape.slopes is not None for shape in network.shapes):
-        missing = "attention with linear biases (ALiBi)"
-    elif any(is_composed(shape) for shape in network.shapes):
-        missing = "attention in chunks (Llama 4)"
-    elif any(state.heads == 1 and state.value_size == state.channels for state in storage.layout.states):
-        missing = "selective recurrence (Mamba)"
-    if missing:
-        raise UnsupportedModelError(f"{missing} is not supported on a GPU: use --device cpu")
-
-
 class TritonSlots:
     """Implements `DeviceSlots`."""
 
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, sizes: SlotSizes) -> None:
-        if len({(s.window, s.num_kv_heads, s.head_dim) for s in network.shapes}) > len(
-            {s.window for s in network.shapes}
+        if len({(s.reach, s.num_kv_heads, s.head_dim) for s in network.shapes}) > len(
+            {s.reach for s in network.shapes}
         ):
             raise UnsupportedModelError(
                 "on a GPU all layers with the same window must have the same heads: use the CPU"
             )
-        check_network(network, storage)
         self._kernels, self._sizes, self._vocab_size = kernels, sizes, sizes.vocab_size
         self._storage, self._block_size = storage, storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
@@ -73,7 +56,8 @@ class TritonSlots:
             )  # fmt: skip
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
-        self._may_share = bool(full) and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
+        has_slopes = any(shape.slopes is not None for shape in full)
+        self._may_share = bool(full) and not has_slopes and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
         self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p

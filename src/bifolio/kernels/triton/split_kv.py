@@ -43,7 +43,7 @@ class Pieces:
     arrivals: torch.Tensor  # i32[s, kv_heads]  completed pieces; 0 between two launches
     mixed: torch.Tensor  # f32[p, heads, dim]
     weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
-    window: int  # 0: none
+    window: int  # `AttentionShape.reach`
     fixed: bool  # they begin at multiples of FIXED_PIECE
 
     @property
@@ -83,7 +83,7 @@ def new_pieces(
         arrivals=integers(num_sequences, shape.num_kv_heads),
         mixed=mixed,
         weight=weight,
-        window=shape.window or 0,
+        window=shape.reach,
         fixed=fixed_len > 0,
     )
 
@@ -186,8 +186,15 @@ def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr, FIXED: tl.con
 @triton.jit
 def first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
     """First token to read: the start of the tile or fixed piece with the window's first token, after skipped tiles."""
-    begin = tl.where(window > 0, tl.maximum(length - window, 0) // ALIGN * ALIGN, 0)
-    return tl.maximum(begin, skipped)
+    return tl.maximum(first_visible(length, window) // ALIGN * ALIGN, skipped)
+
+
+@triton.jit
+def first_visible(length: tl.tensor, window: tl.tensor) -> tl.tensor:
+    """First token that the last of `length` tokens sees; a window below 0: chunks of so many tokens."""
+    chunk = tl.maximum(-window, 1)
+    begin = tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, 0)
+    return tl.where(window > 0, tl.maximum(length - window, 0), begin)
 
 
 def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = None) -> None:

@@ -74,14 +74,21 @@ def mix_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
+    bias: tl.tensor = 0.0,  # f32[rows, tile]  added to scores, times log2(e)
+    BIASED: tl.constexpr = False,
 ) -> tl.tensor:
     """One step of the online softmax: (highest, total, mixed) including this tile."""
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if CAP > 0:
         scores = (1.0 - 2.0 / (tl.exp(2.0 * scores * scale) + 1.0)) * CAP  # tanh
         factor = 1.0
+    elif BIASED:
+        scores = scores * scale
+        factor = 1.0
     else:
         factor = scale
+    if BIASED:
+        scores += bias
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1) * factor)
