@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bifolio.errors import RequestError
 
 TEXT_ONLY = "this model reads text only: remove the image"
-ONE_CPU = "images are read on the CPU by one process: set device='cpu' and tensor_parallel_size=1"
+ONE_PROCESS = "images are read by one process: set tensor_parallel_size=1"
 
 
 class Mark(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 
-for folder in ("", "engine", "sampling", "model", "api", "kernels", "laws", "doors"):
+for folder in ("", "engine", "sampling", "model", "api", "kernels", "laws", "doors", "vision"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 

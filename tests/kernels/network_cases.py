@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from case_table import Outputs, activations, case, normal
 
-from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm, XieluCoefficients
+from bifolio.kernels.interface import AttentionShape, Batch, Heads, KernelSet, Linear, Norm, XieluCoefficients
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+from bifolio.schedule.orchestrators import PrefillOrchestrator
 from exotic_weights import exotic_tensor
 
 ROUNDED = 2e-2  # int8 activations beside quantised weights
@@ -214,6 +215,32 @@ def embed_types(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 def xielu(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     x = activations(kernels, normal(rng, 5, 72, scale=2.0))
     return (kernels.to_host(kernels.xielu(x, XieluCoefficients(0.8, 1.3, 0.5, -1e-6))),)
+
+
+@case("with_rows")
+def with_rows(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Rows of two images in place of others, as wide as the array and wider; the array stays as it is."""
+    x = activations(kernels, normal(rng, 7, 16))
+    before = kernels.to_host(x).copy()
+    found = []
+    for width in (16, 48):
+        first, second = (activations(kernels, normal(rng, count, width)) for count in (2, 3))
+        parts = [(np.array([5, 0]), first), (np.array([2, 3, 6]), second)]
+        found.append(kernels.to_host(kernels.with_rows(x, parts)))
+    np.testing.assert_array_equal(kernels.to_host(x), before)
+    return tuple(found)
+
+
+@case("for_towers")
+def for_towers(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Its arrays are those of the set; patches of odd heads see each other."""
+    towers = kernels.for_towers
+    assert (towers.array_backend, towers.device) == (kernels.array_backend, kernels.device)
+    shape = AttentionShape(0, 3, 3, 20, 20**-0.5)
+    lengths = np.full(1, 9, np.int32)
+    segment = PrefillOrchestrator.lay_out(np.zeros(1, np.int32), lengths, None, causal=False)
+    heads = Heads(*(activations(towers, normal(rng, 9, 3, 20)) for _ in range(3)))
+    return (kernels.to_host(towers.attend(heads, shape, (segment,), None)),)
 
 
 @case("take")

@@ -38,7 +38,11 @@ def open_page(browser: Any, server: RunningServer, **options: Any) -> Iterator[A
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith(server.url) else wrong.append(request.url))
+
+    def is_own(url: str) -> bool:
+        return url.removeprefix("blob:").startswith(server.url)  # blob: made by the page itself
+
+    page.on("request", lambda request: None if is_own(request.url) else wrong.append(request.url))
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(server.url)
     page.wait_for_selector("#status.ok")

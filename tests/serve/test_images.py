@@ -6,12 +6,14 @@ import base64
 import io
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import RunningServer, running_server
 
 from bifolio import LLM, SamplingParams
+from vision.gguf_pairs import KEYS, write_text, write_tower
 from vision.vision_models import gemma3_model, picture
 
 SENTENCE = "this model reads text only: remove the image"
@@ -99,6 +101,28 @@ def test_every_protocol_gives_the_answer_of_the_library(seeing: RunningServer) -
             if name == "chat":
                 assert reply.json()["usage"]["prompt_tokens"] == length
     seeing.wait_idle()
+
+
+@pytest.mark.full
+def test_a_tower_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """`mmproj` reaches the engine, the front ends, and the helper that decodes images."""
+    model, image = gemma3_model(), encoded(picture(70, 30, 4))
+    write_text(model, tmp_path / "text.gguf")
+    (tmp_path / "towers").mkdir()
+    write_tower(model, tmp_path / "towers" / "own.gguf", "gemma3", **{KEYS.Projector.SCALE_FACTOR: 2})
+    engine = {"model": str(tmp_path / "text.gguf"), "kernels": "native", "max_model_len": 256, "num_blocks": 200}
+    path, body = requests_of(image, "What is it?")["chat"]
+    with LLM(model.folder, max_model_len=256, num_blocks=100) as llm:
+        content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
+                   {"type": "text", "text": "What is it?"}]  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=LENGTH)
+        expected = llm.chat([{"role": "user", "content": content}], params)[0].outputs[0].text
+    own = {**engine, "mmproj": str(tmp_path / "towers" / "own.gguf")}
+    with running_server(engine=own, front_ends=2) as running, running.http() as client:
+        for _ in range(4):
+            reply = client.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            assert answer_of("chat", reply.json()).strip() == expected.strip()
 
 
 @pytest.mark.full

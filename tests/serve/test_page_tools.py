@@ -368,7 +368,9 @@ def test_no_file_of_the_page_names_another_host(server: RunningServer) -> None:
     """In all tests the browser resolves no name of a host, and `open_page` fails on a request to any other."""
     with server.http() as http:
         policy = http.get("/").headers["content-security-policy"]
-    assert policy == "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    assert policy == (
+        "default-src 'self'; img-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
     for path, (content, _) in page_files().items():
         text = content.decode().replace("http://www.w3.org/2000/svg", "")  # a name of XML, never fetched
         assert not re.findall(r"""["'`(]\s*(?:https?:)?//[\w.-]+\.\w+""", text), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bifolio.api.vllm_options import cache_dtype, weight_dtype
@@ -26,6 +27,15 @@ from bifolio.model.shards import check_size
 
 USUAL_ADAPTERS = AdapterConfig()
 USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
+
+
+def loaded(model: str | Path | LoadedModel, mmproj: str | Path | None = None) -> LoadedModel:
+    """The model of a reference, with the tower of the file `mmproj`."""
+    if not isinstance(model, LoadedModel):
+        return load_model(model, mmproj)
+    if mmproj is not None:
+        raise ConfigError("mmproj goes with the path of a model: load the model with it, load_model(path, mmproj)")
+    return model
 
 
 @dataclass(frozen=True, slots=True)

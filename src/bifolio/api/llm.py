@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
-from bifolio.api.engine_options import EngineOptions
+from bifolio.api.engine_options import EngineOptions, loaded
 from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
 from bifolio.api.lora import LoRARequest, adapters_for, check_modules
@@ -42,7 +42,6 @@ from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL
 from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import OnLoad
@@ -59,8 +58,9 @@ class LLM(EngineVerbs, PoolingCalls):
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the
-    default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe share
-    of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
+    default embedded model. `mmproj` is the file with the tower of a GGUF model, where it does not lie beside the model.
+    The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe share of free memory; on a
+    GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
     `activations` ("int8", "int16") says how finely they are rounded beside quantised weights on the native CPU kernels;
     "auto" is int16 for models below a billion parameters, which int8 costs answers. `dtype` is the type of dense
     weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as they lie in the file.
@@ -80,6 +80,7 @@ class LLM(EngineVerbs, PoolingCalls):
         self,
         model: str | Path | LoadedModel | None = None,
         *,
+        mmproj: str | Path | None = None,
         dtype: Any = "auto",
         quantization: str | None = None,
         kv_cache_dtype: str = NUMERICS.kv_dtype,
@@ -122,7 +123,7 @@ class LLM(EngineVerbs, PoolingCalls):
         check_one_of(speculative=speculative, speculative_config=speculative_config)
         check_one_of(num_blocks=num_blocks, memory=memory)
         check_modules(lora_modules)
-        self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
+        self.model = loaded(model or DEFAULT_MODEL, mmproj)
         options = EngineOptions(
             dtype=dtype, kv_cache_dtype=kv_cache_dtype, deterministic=deterministic, block_size=block_size,
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, chunk_size=chunk_size, max_waiting=max_waiting,

@@ -180,7 +180,13 @@ class Numerics:
         """The arguments of `LLM` that these options stand for."""
         options = {**vars(self), "kv_cache_dtype": self.kv_dtype, "deterministic": self.deterministic or None}
         del options["kv_dtype"]
-        return options
+        return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+
+Mmproj = Annotated[
+    Path | None,
+    commands.option("--mmproj", help="File with the tower of a .gguf model; default: the one beside the model."),
+]
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,7 @@ class Engine(Numerics):
 
     HEADING: ClassVar[str] = "engine"
 
+    mmproj: Mmproj = None
     memory: Memory = None
     max_model_len: MaxModelLen = None
     block_size: AnyBlockSize = None

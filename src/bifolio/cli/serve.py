@@ -189,6 +189,14 @@ class ServerOptions:
             "--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.", advanced=True
         ),
     ] = 64
+    allow_image_urls: Annotated[
+        list[str] | None,
+        commands.option(
+            "--allow-image-urls",
+            help="HOST or HOST:PORT whose images requests may name by http(s) URLs; repeatable.",
+            advanced=True,
+        ),
+    ] = None
     allow_pull: Annotated[
         bool,
         commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).", advanced=True),
@@ -218,6 +226,7 @@ class ServerOptions:
         from bifolio.engine.memory import parse_bytes
         from bifolio.serve.http.auth import read_keys
         from bifolio.serve.http.context import Limits
+        from bifolio.serve.http.fetched_images import checked_hosts
         from bifolio.serve.http.server import ServerSettings, default_front_ends
 
         return ServerSettings(
@@ -231,6 +240,7 @@ class ServerOptions:
             tls_key=self.tls_key,
             limits=Limits(
                 max_body_bytes=parse_bytes(self.max_body),
+                image_hosts=checked_hosts(self.allow_image_urls or []),
                 max_queue=self.max_queue,
                 max_open_per_key=self.max_open_per_key,
                 request_timeout=self.request_timeout,

@@ -41,6 +41,8 @@ def check_combined(server: ServerOptions, engine: BatchEngine, adapters: Adapter
     if server.engine is not None:
         for group in (engine, adapters):
             for name in changed(group):
+                if name == "mmproj":  # read by both: the front end prepares images
+                    continue
                 raise ConfigError(f"{written(group, name)} belongs to the engine: pass it to `bifolio engine`")
     if server.replicas > 1 or server.prefill_replicas:
         for name in given:

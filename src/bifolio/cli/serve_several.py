@@ -68,6 +68,8 @@ class SeveralOptions:
         for name in changed(server):
             if name in OF_ONE_ENGINE:
                 raise ConfigError(f"{written(server, name)} cannot be combined with several models: leave it out")
+        if engine.mmproj is not None:
+            raise ConfigError("--mmproj is for one model: put the file of each tower beside its model")
         cache_bytes = read_size(engine.memory) or CACHE_BYTES
         budget = read_size(self.models_memory) or int(BUDGET * free_memory())
         presets, kept = self._presets(engine, cache_bytes)

@@ -133,6 +133,7 @@ def _for_front_ends(settings: ClusterSettings) -> dict[str, Any]:
     """The settings without those of the engines: an update of these leaves the front ends as they are."""
     other = ClusterSettings()
     same = {name: getattr(other, name) for name in ENGINE_SETTINGS}
+    same["engine"] = {name: value for name, value in settings.engine.items() if name == "mmproj"}  # they prepare images
     values: dict[str, Any] = msgspec.to_builtins(replace(settings, **same))
     return values
 

@@ -26,13 +26,14 @@ async def make_front_end(
     from bifolio.model.registry import DEFAULT_MODEL
 
     reference = str(settings.model or DEFAULT_MODEL)
-    model = open_text_model(reference)
+    mmproj = settings.engine.get("mmproj")
+    model = open_text_model(reference, mmproj)
     pool = None if prefill is None else PrefillPool(prefill, _router(prefill), settings.prefill_threshold)
     engine = ReplicaEngine(engines, _router(engines), pool)
     await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
     limits = Limits(max_queue=settings.max_queue, request_timeout=settings.request_timeout)
     name = public_name(reference, settings.model_name)
-    context = ServerContext(model, engine, name, limits, reference=reference)
+    context = ServerContext(model, engine, name, limits, reference=reference, mmproj=mmproj)
     if settings.metrics_compat is not None:
         context.metrics.extend = with_vllm_names(name, lambda: engine.hello)
     return context, make_app(context, KeyRing(settings.keys, secret), settings.cors_origins)

@@ -38,9 +38,10 @@ class BifolioServer:
         options = engine_options(llm_config)
         self._engine = EngineProcess(m.Launch(options))
         self._readiness = Readiness(self._engine)
-        model = open_text_model(options["model"])
+        mmproj = options.get("mmproj")
+        model = open_text_model(options["model"], mmproj)
         await self.start()
-        context = ServerContext(model, self._engine, llm_config.model_id, reference=options["model"])
+        context = ServerContext(model, self._engine, llm_config.model_id, reference=options["model"], mmproj=mmproj)
         self._app = make_app(context)
 
     # -- for Ray -----------------------------------------------------------------------------------------------------

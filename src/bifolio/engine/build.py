@@ -160,7 +160,8 @@ def _measured_plan(
     step_bytes = measure_step(model, kernels, config, device)
     if isinstance(draft_model, LoadedHead):  # the hidden states of a step, and those that wait for the head
         step_bytes += 4 * config.token_budget * draft_model.weights.states_width + STATE_BYTES
-    weights = weight_bytes(model.weights) + (0 if draft_model is None else weight_bytes(draft_model.weights))
+    parts = (model.weights, None if draft_model is None else draft_model.weights, model.tower)
+    weights = sum(weight_bytes(part) for part in parts if part is not None)
     return plan_gpu_memory(
         model.weights.config,
         weight_bytes=weights,

@@ -18,6 +18,7 @@ from bifolio.config import CacheConfig, EngineConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.engine.images import CACHE_BYTES
 from bifolio.engine.memory import show_bytes, weight_bytes
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import DeviceMemory, KernelSet
@@ -45,7 +46,8 @@ def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lam
             f"do not fit on {kernels.device}: use a smaller or a quantised model (q8_0, q4_0), or free its memory"
         ) from None
     source = None if model.tokenizer_source is None else model.require_tokenizer  # one tokenizer for both
-    return replace(model, weights=weights, digest_source=digest, tokenizer_source=source)
+    tower = None if model.tower is None else model.tower.prepared(kernels.for_towers)
+    return replace(model, weights=weights, tower=tower, digest_source=digest, tokenizer_source=source)
 
 
 def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, memory: DeviceMemory) -> int:
@@ -54,7 +56,10 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        logits = PrefillExecutor(runner).run(prefill_batch(config, cache).to(kernels))
+        batch = prefill_batch(config, cache).to(kernels)
+        if runner.images is not None:
+            batch = runner.images.largest(batch, runner.weights, config.max_model_len)
+        logits = PrefillExecutor(runner).run(batch)
         logits = DecodeExecutor(runner).run(decode_batch(config, cache).to(kernels))
         draw_tokens(logits, config.max_num_seqs)
     except RuntimeError as error:
@@ -64,8 +69,8 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
             f"a step of token_budget={config.token_budget} tokens and max_num_seqs={config.max_num_seqs} sequences "
             f"does not fit on {kernels.device} beside the weights: pass smaller values, or a quantised model"
         ) from None
-    del logits
-    return int(memory.peak_bytes() * (1 + GRAPH_SHARE))
+    del logits, batch
+    return int(memory.peak_bytes() * (1 + GRAPH_SHARE)) + (0 if runner.images is None else CACHE_BYTES)
 
 
 def padding_cache(model: ModelConfig, config: EngineConfig) -> CacheConfig:

@@ -21,7 +21,7 @@ from bifolio.cache.block_table import padded
 from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
 from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.host_batch import HostBatch, Readout, Run
-from bifolio.engine.images import ImageReader
+from bifolio.engine.images import ImageReader, has_images
 from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
 from bifolio.kernels.interface import (
@@ -111,8 +111,8 @@ class ModelRunner:
             cache.num_states,
         )
         images = None
-        if model.tower is not None and peers is None and not kernels.launches_ahead:
-            images = ImageReader(model.tower.prepared(kernels), kernels)
+        if model.tower is not None and peers is None:
+            images = ImageReader(model.tower, kernels)
         weights = with_sites(prepare(model.weights, kernels, on_load))
         weights = weights if images is None else replace(weights, image_rows=images.tower.layout)
         return cls(weights, kernels, kernels.new_storage(layout), peers, images)
@@ -238,12 +238,13 @@ class _Executor:
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
         """Queue the pass of a plan, and its sampling unless that is a late one."""
         batch = slots.lay_out(plan, readout)
-        logits, states = slots.run_on_device(plan, batch), None
+        reads_images = self.runner.images is not None and has_images(plan)
+        logits, states = None if reads_images else slots.run_on_device(plan, batch), None
         if logits is not None and with_states:
             states = slots.states_on_device(batch)
         if logits is None:
             staged = slots.stage(plan, batch)
-            if self.runner.images is not None and plan.prefills:
+            if reads_images and self.runner.images is not None:
                 staged = self.runner.images.place(plan, staged, self.runner.weights)
             if with_states:
                 staged = self.runner.with_taps(staged)

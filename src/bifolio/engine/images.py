@@ -1,4 +1,7 @@
-"""Images in prompt chunks: the tower reads them when their chunk is launched, and a cache keeps its rows by digest."""
+"""Images in prompt chunks: the tower reads them when their chunk is launched, and a cache keeps its rows by digest.
+
+Everything stays on the device: a chunk with images is a plain pass, whose embeddings the rows replace in part.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.images import PromptImage, rope_positions
-from bifolio.kernels.interface import Batch, KernelSet
+from bifolio.kernels.interface import Array, Batch, KernelSet
 from bifolio.model import transformer
 from bifolio.model.image_rows import joint_rotation
 from bifolio.model.vision.tower import Tower
@@ -20,28 +23,40 @@ from bifolio.schedule.plan import StepPlan
 CACHE_BYTES = 256 << 20  # of rows; the images of one chunk are kept even if they are larger
 
 
+def has_images(plan: StepPlan) -> bool:
+    """Whether a chunk of the plan has tokens of an image."""
+    return any(
+        image.start < item.start + item.num_new and item.start < image.end
+        for item in plan.prefills
+        for image in item.sequence.request.images
+    )
+
+
 class ImageReader:
     """A tower on its kernels, and the rows of the images that it has read, the last used ones last."""
 
     def __init__(self, tower: Tower, kernels: KernelSet, cache_bytes: int = CACHE_BYTES) -> None:
-        self.tower = tower
+        self.tower = tower.prepared(kernels.for_towers)
         self.num_rows = 0  # computed so far
         self._kernels = kernels
         self._cache_bytes = cache_bytes
-        self._known: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._known: OrderedDict[bytes, Array] = OrderedDict()
         self._held_bytes = 0
 
-    def rows(self, image: PromptImage) -> NDArray[np.float32]:
-        """f32[rows, width] of an image, from the cache if it is known."""
+    def rows(self, image: PromptImage) -> Array:
+        """[rows, width] of an image, from the cache if it is known."""
         found = self._known.get(image.digest)
         if found is None:
-            found = self._known[image.digest] = self.tower.rows(image.pixels, self._kernels, self._patches)
+            found = self._known[image.digest] = self._read(image.pixels)
             self._held_bytes += found.nbytes
             self.num_rows += len(found)
             while self._held_bytes > self._cache_bytes and len(self._known) > 1:
                 self._held_bytes -= self._known.popitem(last=False)[1].nbytes
         self._known.move_to_end(image.digest)
         return found
+
+    def _read(self, pixels: NDArray[np.uint8]) -> Array:
+        return self.tower.rows(pixels, self._kernels.for_towers, self._patches)
 
     def _patches(self, count: int) -> Batch:
         lengths = np.full(1, count, np.int32)
@@ -51,42 +66,48 @@ class ImageReader:
 
     def place(self, plan: StepPlan, batch: Batch, weights: ModelWeights) -> Batch:
         """The batch with the embeddings of its tokens, where the rows of images replace some of them."""
-        found: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        found: list[tuple[NDArray[np.int64], Array]] = []
         first = sum(item.num_new for item in plan.decodes)
         for item in plan.prefills:
             for image in item.sequence.request.images:
                 is_read = (image.places >= item.start) & (image.places < item.start + item.num_new)
                 if is_read.any():
-                    found.append((image.places[is_read] - item.start + first, self.rows(image)[is_read]))
+                    rows = self.rows(image)
+                    rows = rows if is_read.all() else self._kernels.take(rows, np.flatnonzero(is_read))
+                    found.append(((image.places[is_read] - item.start + first).astype(np.int64), rows))
             first += item.num_new
         if not found:
             return batch
+        positions = self._positions(plan) if weights.image_rows.sections else None
+        return self._with_rows(batch, weights, found, positions)
+
+    def _with_rows(
+        self,
+        batch: Batch,
+        weights: ModelWeights,
+        found: list[tuple[NDArray[np.int64], Array]],
+        positions: NDArray[np.int32] | None,
+    ) -> Batch:
         kernels, layout = self._kernels, weights.image_rows
-        embeddings = np.asarray(kernels.to_host(transformer.embedded(weights, batch, kernels)), np.float32)
-        rows = np.zeros((batch.num_tokens, embeddings.shape[1] * (1 + layout.num_deep)), np.float32)
-        rows[:, : embeddings.shape[1]] = embeddings
-        for places, values in found:
-            rows[places] = values
-        if layout.sections:
-            rows = np.concatenate([rows, *self._rotated(plan, batch, weights)], axis=1)
-        return replace(batch, given=kernels.from_host(rows))
-
-    def _rotated(self, plan: StepPlan, batch: Batch, weights: ModelWeights) -> list[np.ndarray]:
-        """Cosine and sine f32[t, half] of the positions of all tokens, those of images included."""
-        kernels = self._kernels
-        positions = np.stack([np.asarray(kernels.to_host(batch.positions))] * 3)
-        first = sum(item.num_new for item in plan.decodes)
-        for item in plan.prefills:
-            if item.sequence.request.images:
-                end = item.start + item.num_new
-                positions[:, first : first + item.num_new] = rope_positions(
-                    item.sequence.request.images, item.start, end
-                )
-            first += item.num_new
-
-        def rotation(own: NDArray[np.int32]) -> tuple[np.ndarray, np.ndarray]:
+        rows = kernels.with_rows(transformer.embedded(weights, batch, kernels), found)
+        if positions is not None:
             frequencies, scale = weights.inverse_frequencies[0], weights.rope_scales[0]
-            cos, sin = kernels.rotation(frequencies, scale, kernels.from_host(np.ascontiguousarray(own)))
-            return np.asarray(kernels.to_host(cos)), np.asarray(kernels.to_host(sin))
+            turned = joint_rotation(layout, positions, frequencies, scale, kernels)
+            half = frequencies.shape[-1]
+            rows = kernels.join_columns([(rows, 0, rows.shape[1]), (turned.cos, 0, half), (turned.sin, 0, half)])
+        return replace(batch, given=rows)
 
-        return joint_rotation(weights.image_rows, positions, rotation)
+    def _positions(self, plan: StepPlan) -> NDArray[np.int32]:
+        """i32[3, t]: the positions of all tokens by rope, those of images included."""
+        items = (*plan.decodes, *plan.prefills)
+        each = [rope_positions(item.sequence.request.images, item.start, item.start + item.num_new) for item in items]
+        return np.concatenate(each, axis=1)
+
+    def largest(self, batch: Batch, weights: ModelWeights, max_rows: int) -> Batch:
+        """The batch with rows of the largest image, for a measurement of memory."""
+        height, width = self.tower.vision.largest(max_rows)
+        rows = self._read(np.zeros((height, width, 3), np.uint8))
+        count = min(len(rows), batch.num_tokens)
+        rows = self._kernels.take(rows, np.arange(count))
+        positions = np.zeros((3, batch.num_tokens), np.int32) if weights.image_rows.sections else None
+        return self._with_rows(batch, weights, [(np.arange(count), rows)], positions)

@@ -21,7 +21,7 @@ from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.engine.pooling import pooled_result
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.images import ONE_CPU, TEXT_ONLY
+from bifolio.images import ONE_PROCESS, TEXT_ONLY
 from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
 from bifolio.pooling_params import PoolingParams
@@ -67,7 +67,7 @@ class RequestFactory:
         self._check_generates()
         self._check(request_id, known, params)
         if options.get("images") and not self._reads_images:
-            raise RequestError(TEXT_ONLY if self._model.vision is None else ONE_CPU)
+            raise RequestError(TEXT_ONLY if self._model.vision is None else ONE_PROCESS)
         given = _checked_given(options.get("num_given", 0), known, own)
         room, count = self._config.max_model_len - len(known), len(known)
         most = longest_output(self._model.config, count, params.max_tokens)

@@ -18,6 +18,7 @@ from bifolio.engine.forced_tokens import ForcedTokens
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
 from bifolio.engine.unmasked_draws import UnmaskedDraws
 from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, PhaseError, RequestError
+from bifolio.images import shift_at
 from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
 from bifolio.sampling.edits import device_edits
 from bifolio.sampling.joint_masks import JointMasks
@@ -110,7 +111,8 @@ class SlotState:
 
     def _set_on_device(self, slot: int, sequence: Sequence) -> None:
         """Decide where the slot's tokens are drawn; its history is sent with its first draw."""
-        state, params = self.table.states[slot], sequence.request.params
+        request = sequence.request
+        state, params = self.table.states[slot], request.params
         edits = None if self.device is None or state is None or sequence.group is not None else device_edits(state)
         if self.device is None or edits is None or not self.device.draws(params, edits):
             edits = None
@@ -118,9 +120,9 @@ class SlotState:
         self._counts_tokens[slot] = edits is not None and edits.counts_tokens
         self._has_mask[slot] = edits is not None and edits.has_mask
         if self.device is not None:
-            adapter = sequence.request.adapter
-            prepared = None if adapter is None else adapter.prepared
-            self.device.set_params(slot, params, sequence.seed, edits, sequence.request.rope or 0, prepared)
+            prepared = None if request.adapter is None else request.adapter.prepared
+            rope = (request.rope or 0) + (shift_at(request.images, request.images[-1].end) if request.images else 0)
+            self.device.set_params(slot, params, sequence.seed, edits, rope, prepared)
         self.unmasked.set_slot(slot, params, edits)
 
     def clear_slot(self, slot: int) -> None:

@@ -107,7 +107,8 @@ class DeviceSlots(Protocol):
     ) -> None:
         """A new sequence holds the slot; without `edits` it is drawn on the host.
 
-        `rope`: added to its positions, 0 or LONG_ROPE (`bifolio.long_rope`). `adapter`: prepared by these slots.
+        `rope`: added to the positions of its newest tokens: LONG_ROPE where the long set rotates (`bifolio.long_rope`),
+        and the shift behind its images (`bifolio.images`). `adapter`: prepared by these slots.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,18 @@ class HostArrays:
     def fetch(self, array: Array) -> Callable[[], np.ndarray]:
         return lambda: np.asarray(array)
 
+    def with_rows(self, x: Array, parts: Sequence[tuple[np.ndarray, Array]]) -> Array:
+        width = max(x.shape[1], *(rows.shape[1] for _, rows in parts))
+        found = np.zeros((len(x), width), np.float32)
+        found[:, : x.shape[1]] = x
+        for places, rows in parts:
+            found[places] = rows
+        return found
+
+    @property
+    def for_towers(self) -> Any:
+        return self
+
     def new_storage(self, layout: CacheLayout) -> KVStorage:
         return KVStorage(layout)
 
@@ -81,7 +94,7 @@ class HostArrays:
     def sum_rows(self, x: Array, starts: Array) -> Array:
         return np.add.reduceat(x, starts[:-1], axis=0, dtype=np.float64).astype(np.float32)
 
-    def given(self, batch: Batch, width: int) -> Array:
+    def given(self, batch: Batch, width: int, *, exact: bool = False) -> Array:
         return batch.given
 
     def tap(self, x: Array, column: int, batch: Batch) -> None:

@@ -10,7 +10,7 @@ operations, so every kernel set runs the same network. A set without one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -228,6 +228,18 @@ class KernelSet(Operations, Protocol):
 
     def fetch(self, array: Array) -> Callable[[], np.ndarray]:
         """Queue a copy to the host; the function waits for it."""
+        ...
+
+    def with_rows(self, x: Array, parts: Sequence[tuple[np.ndarray, Array]]) -> Array:
+        """f32: a copy of x [t, d] with the rows of each (places, rows) in place of its own at these places.
+
+        All rows have equally many columns, d or more; those of x that lack columns have zeros there.
+        """
+        ...
+
+    @property
+    def for_towers(self) -> KernelSet:
+        """The set that runs towers of images, on the same device: heads of any size, outside of captured steps."""
         ...
 
     def new_storage(self, layout: CacheLayout) -> KVStorage:

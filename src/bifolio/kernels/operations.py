@@ -181,8 +181,8 @@ class Operations(PagedAttentionKernel, Protocol):
         row or more. The order of the additions is that of the rows."""
         ...
 
-    def given(self, batch: Batch, width: int) -> Array:
-        """The rows `batch.given`: [t, width]."""
+    def given(self, batch: Batch, width: int, *, exact: bool = False) -> Array:
+        """The rows `batch.given`: [t, width], in the set's type of activations, or `exact` as they are."""
         ...
 
     def tap(self, x: Array, column: int, batch: Batch) -> None:

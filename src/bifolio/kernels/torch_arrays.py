@@ -102,6 +102,18 @@ class TorchArrays:
 
         return wait
 
+    def with_rows(self, x: Array, parts: Sequence[tuple[np.ndarray, Array]]) -> Array:
+        width = max(x.shape[1], *(rows.shape[1] for _, rows in parts))
+        found = x.new_zeros((x.shape[0], width), dtype=torch.float32)
+        found[:, : x.shape[1]] = x
+        for places, rows in parts:
+            found[self.from_host(np.asarray(places, np.int64))] = rows.float()
+        return found
+
+    @property
+    def for_towers(self) -> Any:
+        return self
+
     def join_columns(self, parts: Sequence[tuple[Array, int, int]], factors: Array | None = None) -> Array:
         joined = torch.cat([x[:, start:stop] for x, start, stop in parts], dim=1)
         return joined if factors is None else (joined * factors).to(joined.dtype)
@@ -113,8 +125,8 @@ class TorchArrays:
         lengths = self.from_host(np.diff(starts))
         return torch.segment_reduce(x.float(), "sum", lengths=lengths, axis=0)
 
-    def given(self, batch: Batch, width: int) -> Array:
-        return None if batch.given is None else batch.given.to(self.dtype)
+    def given(self, batch: Batch, width: int, *, exact: bool = False) -> Array:
+        return batch.given if batch.given is None or exact else batch.given.to(self.dtype)
 
     def tap(self, x: Array, column: int, batch: Batch) -> None:
         if batch.taps is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -67,10 +69,10 @@ def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal
     length = query.shape[2]
     mask = None
     positions = torch.arange(length, device=query.device)[None]
-    is_plain = causal and not shape.bidirectional and shape.slopes is None and shape.bias is None
+    is_plain = not shape.bidirectional and shape.slopes is None and shape.bias is None
     if not is_plain or (shape.window is not None and shape.window < length):
         mask = _visible(positions, positions[0], shape, causal)
-    return _attend_masked(query, key, value, mask, shape, _biases(positions, positions[0], shape))
+    return _attend_masked(query, key, value, mask, shape, _biases(positions, positions[0], shape), causal)
 
 
 def _visible(positions: torch.Tensor, keys: torch.Tensor, shape: AttentionShape, causal: bool) -> torch.Tensor:
@@ -102,9 +104,10 @@ def _attend_masked(
     query: torch.Tensor,  # [s, heads, n, dim]
     key: torch.Tensor,  # [s, kv_heads, L, dim]
     value: torch.Tensor,
-    mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
+    mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal, or none
     shape: AttentionShape,
     biases: torch.Tensor | None = None,  # of scores, [s, heads, n, L]
+    causal: bool = True,  # without a mask
 ) -> torch.Tensor:
     """[s * n, heads * dim]"""
     if not shape.softcap and shape.sinks is None and biases is None:
@@ -113,13 +116,14 @@ def _attend_masked(
             key,
             value,
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and causal,
             scale=shape.scale,
             enable_gqa=shape.num_heads != shape.num_kv_heads,
         )
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril() if causal else mask
     group = shape.num_heads // shape.num_kv_heads
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
@@ -132,6 +136,28 @@ def _attend_masked(
         scores = torch.cat([scores, columns], dim=-1)
     mixed = scores.softmax(dim=-1)[..., : key.shape[2]].to(query.dtype) @ value
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def attend_both_ways(
+    own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+) -> torch.Tensor:
+    """Attention of a segment that is not causal, sequence by sequence: no result depends on another sequence."""
+    starts, found = segment.query_starts.tolist(), []
+    for number, (first, last) in enumerate(pairwise(starts)):
+        part = Heads(*(None if heads is None else heads[first:last] for heads in own))
+        if storage is None or segment.block_tables is None:
+            found.append(attend_equal(part, shape, 1, segment.causal))
+            continue
+        alone = replace(
+            segment,
+            query_starts=np.array([0, last - first], np.int32),
+            context_lens=segment.context_lens[number : number + 1],
+            block_tables=segment.block_tables[number : number + 1],
+            max_query_len=last - first,
+            max_context_len=int(segment.context_lens[number]),
+        )
+        found.append(attend_cached(part.query, shape, alone, storage))
+    return torch.cat(found)
 
 
 def attend_cached(

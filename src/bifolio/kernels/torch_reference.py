@@ -124,7 +124,7 @@ class TorchKernels(TorchArrays):
 
     def linear(self, x: Array, linear: Linear) -> Array:
         weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
-        return F.linear(x, weight, bias)
+        return F.linear(x.to(weight.dtype), weight, bias)  # rows in place of embeddings are f32
 
     def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
         return adapted(y, x, site, adapters)
@@ -233,6 +233,7 @@ class TorchKernels(TorchArrays):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         (up, up_bias), (down, down_bias) = experts.prepared
+        x = x.to(up.dtype)
         parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]
         for number in torch.unique(routing.experts).tolist():
             tokens, choices = (routing.experts == number).nonzero(as_tuple=True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ def given_rows(layout: RowLayout, size: int, half: int, batch: Batch, kernels: K
     """The parts of a batch's rows, `size` columns each; `half`: frequencies of rope."""
     deep_end = size * (1 + layout.num_deep)
     width = deep_end + (2 * half if layout.sections else 0)
-    rows = kernels.given(batch, width)
+    rows = kernels.given(batch, width, exact=True)
     if width == size:
         return GivenRows(rows, (), None)
 
@@ -60,9 +59,18 @@ def given_rows(layout: RowLayout, size: int, half: int, batch: Batch, kernels: K
 def joint_rotation(
     layout: RowLayout,
     positions: NDArray[np.int32],
-    rotation: Callable[[NDArray[np.int32]], tuple[np.ndarray, np.ndarray]],
-) -> list[np.ndarray]:
-    """Cosine and sine f32[t, half] of tokens with three positions, i32[3, t], by the kernels' own rotation."""
-    each = [rotation(own) for own in positions]
-    axes = layout.axes(each[0][0].shape[1])
-    return [np.choose(axes, [parts[number] for parts in each]) for number in range(2)]
+    frequencies: Array,
+    scale: float,
+    kernels: KernelSet,
+) -> Rotation:
+    """The rotation of tokens with three positions, i32[3, t]: each frequency turns by one of them."""
+    each = [kernels.rotation(frequencies, scale, kernels.from_host(np.ascontiguousarray(own))) for own in positions]
+    half = frequencies.shape[-1]
+    axes = layout.axes(half)
+    chosen = [kernels.from_host((axes == axis).astype(np.float32)) for axis in range(3)]
+
+    def joined(parts: list[Array]) -> Array:
+        masked = [kernels.join_columns([(part, 0, half)], columns) for part, columns in zip(parts, chosen, strict=True)]
+        return kernels.add(kernels.add(masked[0], masked[1]), masked[2])
+
+    return Rotation(joined([one.cos for one in each]), joined([one.sin for one in each]))

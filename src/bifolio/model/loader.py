@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from bifolio.errors import ModelFileError, did_you_mean
+from bifolio.errors import ConfigError, ModelFileError, did_you_mean
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
 from bifolio.model.references import normalised
@@ -13,19 +13,24 @@ from bifolio.model.references import normalised
 MODEL_SUFFIXES = (".gguf", ".bin", ".safetensors")  # of paths; such a name is no reference to a hub
 
 
-def load_model(reference: str | Path) -> LoadedModel:
+def load_model(reference: str | Path, mmproj: str | Path | None = None) -> LoadedModel:
     """Open a Hugging Face-layout folder, a `.gguf` file, a llama2.c `.bin` file, or a model known by name."""
-    return open_model(reference).load()
+    return open_model(reference, mmproj).load()
 
 
-def open_text_model(reference: str | Path) -> TextModel:
+def open_text_model(reference: str | Path, mmproj: str | Path | None = None) -> TextModel:
     """Open a model without its weights."""
-    return open_model(reference).text
+    return open_model(reference, mmproj).text
 
 
-def open_model(reference: str | Path) -> ModelFile:
-    """Check the headers of a model's files without reading or assembling weights."""
+def open_model(reference: str | Path, mmproj: str | Path | None = None) -> ModelFile:
+    """Check the headers of a model's files without reading or assembling weights.
+
+    `mmproj`: the file with the tower of a GGUF model, if it does not lie beside it.
+    """
     path = resolve(reference)
+    if mmproj is not None and path.suffix.lower() != ".gguf":
+        raise ConfigError(f"mmproj={str(mmproj)!r} goes with a .gguf file, and {path.name} is none: leave it out")
     if path.is_dir():
         from bifolio.model.huggingface.hf_loader import open_folder
 
@@ -35,7 +40,7 @@ def open_model(reference: str | Path) -> ModelFile:
         from bifolio.model.gguf.loader import open_gguf_model
         from bifolio.model.registry import recommended_defaults
 
-        opened = open_gguf_model(path)
+        opened = open_gguf_model(path, mmproj)
         # Defaults in the file itself take precedence over those recorded for its bytes by `bifolio pull`.
         defaults = {**recommended_defaults(path), **opened.text.generation_config}
         return replace(opened, text=replace(opened.text, generation_config=defaults))

@@ -120,7 +120,7 @@ class ProgramRecorder(NativeOperations):
         result: Register = self.run("take", (x,))
         return result
 
-    def given(self, batch: Batch, width: int) -> Register:
+    def given(self, batch: Batch, width: int, *, exact: bool = False) -> Register:
         return Register(self.program.given(width), width)
 
     def tap(self, x: Register, column: int, batch: Batch) -> None:

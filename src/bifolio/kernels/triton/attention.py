@@ -21,7 +21,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.torch_attention import attend_fresh, scale_by_position
+from bifolio.kernels.torch_attention import attend_both_ways, attend_fresh, scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.long_attention import (
     LongQueries,
@@ -121,8 +121,6 @@ class Attention:
         out: torch.Tensor | None = None,  # output of our own kernels
     ) -> torch.Tensor:
         segment = staged.segment
-        if not segment.causal:
-            raise PhaseError("these kernels attend causally: run tokens that see those after them on the CPU")
         if shape.bias is not None:
             return attend_biased(heads, shape, segment, storage)
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
@@ -132,6 +130,8 @@ class Attention:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
         own = own._replace(query=scale_by_position(own.query, shape, segment, staged.positions))
+        if not segment.causal:
+            return attend_both_ways(own, shape, segment, storage)
         query = own.query
         if storage is None or segment.block_tables is None or segment.fresh:
             if uses_cudnn(query, shape, segment, storage) and not self._deterministic:

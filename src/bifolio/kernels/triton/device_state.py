@@ -56,7 +56,7 @@ class DeviceState:
         self.min_lengths = column(self._min_lengths)  # i32
         self.reads = column(self._reads)  # i32  recurrent state before the next token
         self.writes = column(self._writes)  # i32  recurrent state that the next token leaves; -1: none
-        self.ropes = column(self._ropes)  # i32  added to positions: 0 or LONG_ROPE (`bifolio.long_rope`)
+        self.ropes = column(self._ropes)  # i32  added to positions of newest tokens (`DeviceSlots.set_params`)
         self.ends = self.words[self._ends : self._ends + MAX_ENDS * num_slots]  # i32[slots, MAX_ENDS]  -1: none
         self.seeds = wide[0]  # i64
         self.top_ps = wide[1].view(torch.float64)  # 2: off

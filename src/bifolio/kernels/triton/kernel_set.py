@@ -105,6 +105,13 @@ class TritonKernels(TorchArrays):
     def join_columns(self, parts: Sequence[tuple[Array, int, int]], factors: Array | None = None) -> Array:
         return super().join_columns([(tensor(x), start, stop) for x, start, stop in parts], factors)
 
+    def with_rows(self, x: Array, parts: Sequence[tuple[np.ndarray, Array]]) -> Array:
+        return super().with_rows(tensor(x), parts)
+
+    @property
+    def for_towers(self) -> TorchKernels:
+        return self._torch
+
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
 

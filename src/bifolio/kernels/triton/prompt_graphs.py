@@ -40,7 +40,6 @@ from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prefill import QueryTiles
 from bifolio.kernels.triton.scan_plan import PlanSizes, StagedStates
 from bifolio.kernels.triton.split_kv import Pieces
-from bifolio.long_rope import LONG_ROPE
 
 
 class Sizes(NamedTuple):
@@ -68,6 +67,7 @@ class PromptStep:
     token_ids: torch.Tensor  # i32[t]  -1: the newest token of the slot
     positions: torch.Tensor  # i32[t]  as of `Batch`
     slots: torch.Tensor  # i32[t]  slot of each token; -1: padding
+    places: torch.Tensor  # i32[t]  cache index of K and V; padding: in the padding block
     contexts: torch.Tensor  # i32[d]  of decodes; 0: none
     table_rows: torch.Tensor  # i32[d]  slots of decodes
     tiles: dict[int, QueryTiles]  # by their rows; the sequence after the last prompt is empty
@@ -89,12 +89,12 @@ class PromptStep:
         plan: PlanSizes | None = None,
     ) -> PromptStep:
         most = sizes.max_prompts
-        parts = [size, size, size, num_decodes, num_decodes, most + 2, most + 1, most + 1]
+        parts = [size, size, size, size, num_decodes, num_decodes, most + 2, most + 1, most + 1]
         for rows in rows_of_tiles:
             parts += [sizes.most_tiles(size, rows)] * 2
         parts.append(0 if plan is None else sum(plan.parts))
         words = torch.zeros(sum(parts), dtype=torch.int32, device=device)
-        tokens, positions, slots, contexts, table_rows, starts, lengths, owners, *tiles, planned = torch.split(
+        tokens, positions, slots, places, contexts, table_rows, starts, lengths, owners, *tiles, planned = torch.split(
             words, parts
         )
         slots.fill_(-1)
@@ -107,7 +107,7 @@ class PromptStep:
         }
         index = torch.zeros(size, dtype=torch.int64, device=device)
         known = torch.zeros_like(tokens)
-        return cls(words, tokens, positions, slots, contexts, table_rows, cut, known, index, plan, states)
+        return cls(words, tokens, positions, slots, places, contexts, table_rows, cut, known, index, plan, states)
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class PromptGraphs:
 
     def _run(self, step: PromptStep) -> None:
         size, num_decodes = len(step.token_ids), len(step.contexts)
-        begin_prompts(step, self.state, self.storage.block_size)
+        begin_prompts(step, self.state)
         decodes = replace(
             self.decode_segment(num_decodes),
             block_tables=self.state.tables,
@@ -250,11 +250,12 @@ def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) ->
     count, size = decodes[0].num_sequences if decodes else 0, len(step.token_ids)
     none = np.zeros(0, dtype=np.int32)
     lengths = np.concatenate([none, *(np.diff(segment.query_starts) for segment in longer)])
-    tokens = np.zeros((3, size), dtype=np.int32)
+    tokens = np.zeros((4, size), dtype=np.int32)
     tokens[2] = -1
     tokens[0, : batch.num_tokens], tokens[1, : batch.num_tokens] = batch.token_ids, batch.positions
     tokens[2, :count] = slots[:count]
     tokens[2, count : batch.num_tokens] = np.repeat(slots[count:], lengths)
+    tokens[3, : batch.num_tokens] = np.asarray(batch.cache_index)
     own = np.zeros((2, len(step.contexts)), dtype=np.int32)
     for segment in decodes:
         own[:, :count] = segment.context_lens, slots[:count]
@@ -281,39 +282,33 @@ def tiles_of(lengths: np.ndarray, rows: int, most: int, empty: int) -> list[np.n
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "table_stride"],
-    do_not_specialize_on_alignment=["token_ids", "positions", "slots", "tables", "newest", "known_ids", "index"],
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["token_ids", "slots", "places", "newest", "known_ids", "index"],
 )
 def _begin_prompts_kernel(
     token_ids: tl.tensor,  # i32[t]
-    positions: tl.tensor,  # i32[t]  + LONG where the long set of LongRoPE rotates
     slots: tl.tensor,  # i32[t]
-    tables: tl.tensor,  # i32[slots, max_blocks]
+    places: tl.tensor,  # i32[t]
     newest: tl.tensor,  # i32[slots]
     known_ids: tl.tensor,  # i32[t]
     index: tl.tensor,  # i64[t]
     num_tokens: tl.tensor,
-    table_stride: tl.tensor,
-    LONG: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_tokens
     slot = tl.load(slots + row, mask=exists, other=-1)
     real = slot >= 0
-    position = tl.load(positions + row, mask=real, other=0) % LONG
     token = tl.load(token_ids + row, mask=real, other=0)
     token = tl.where(token < 0, tl.load(newest + slot, mask=real & (token < 0), other=0), token)
-    block = tl.load(tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=real, other=0)
     tl.store(known_ids + row, tl.maximum(token, 0), mask=exists)  # -1: no token could be chosen; the row is given up
-    tl.store(index + row, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=exists)
+    tl.store(index + row, tl.load(places + row, mask=real, other=0).to(tl.int64), mask=exists)
 
 
-def begin_prompts(step: PromptStep, state: DeviceState, block_size: int) -> None:
-    """Fill in newest tokens and the place of each token's K and V; those of padding lie in the padding block."""
+def begin_prompts(step: PromptStep, state: DeviceState) -> None:
+    """Fill in newest tokens, and the place of each token's K and V; those of padding lie in the padding block."""
     num_tokens, block = len(step.token_ids), 128
     _begin_prompts_kernel[(triton.cdiv(num_tokens, block),)](
-        step.token_ids, step.positions, step.slots, state.tables, state.tokens, step.known_ids, step.index, num_tokens,
-        state.tables.stride(0), LONG=LONG_ROPE, BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
+        step.token_ids, step.slots, step.places, state.tokens, step.known_ids, step.index, num_tokens, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip

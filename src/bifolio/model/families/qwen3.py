@@ -11,5 +11,5 @@ FAMILY = Family(
     hf_text_part=True,
     hf_class="Qwen3ForCausalLM",
     hf_always=("attention_bias",),
-    gguf_architectures=("qwen3",),
+    gguf_architectures=("qwen3", "qwen3vl"),
 )

@@ -16,5 +16,5 @@ FAMILY = Family(
     hf_type_defaults={kind: {"norm_topk_prob": True} for kind in ("qwen3_vl_moe_text", "qwen3_vl_moe")},
     hf_class="Qwen3MoeForCausalLM",
     hf_always=("attention_bias",),
-    gguf_architectures=("qwen3moe",),
+    gguf_architectures=("qwen3moe", "qwen3vlmoe"),
 )

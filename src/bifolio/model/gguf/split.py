@@ -31,7 +31,7 @@ def part_name(stem: str, number: int, count: int) -> str:
 
 def is_projector(path: str) -> bool:
     """Whether a file holds the part of a model that reads images, which llama.cpp keeps beside the model."""
-    return Path(path).name.lower().startswith("mmproj")
+    return "mmproj" in Path(path).name.lower()
 
 
 def only_gguf(folder: Path) -> Path | None:

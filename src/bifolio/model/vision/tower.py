@@ -36,12 +36,17 @@ class Tower(Protocol):
         """How the text network takes the rows."""
         ...
 
-    def prepared(self, kernels: KernelSet) -> Tower:
-        """The tower with its weights prepared for a kernel set."""
+    @property
+    def vision(self) -> Vision:
+        """The processing of its images."""
         ...
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> NDArray[np.float32]:
-        """f32[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns."""
+    def prepared(self, kernels: KernelSet) -> Tower:
+        """The tower with its weights prepared for a kernel set, once."""
+        ...
+
+    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
+        """[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns."""
         ...
 
     def matrices(self) -> list[QuantizedTensor | Array]:
@@ -66,6 +71,10 @@ class Vision(ABC):
     @abstractmethod
     def num_rows(self, pixels: Pixels) -> int:
         """Rows of a tile."""
+
+    @abstractmethod
+    def largest(self, num_rows: int) -> tuple[int, int]:
+        """Height and width of the largest tile that has at most so many rows, or of the smallest one."""
 
     def grid(self, pixels: Pixels) -> tuple[int, int] | None:
         """Height and width of a tile in rows, where rope has a position for each; None: its tokens count like text."""
@@ -94,7 +103,10 @@ class Normalisation(NamedTuple):
         scaled = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
         mean, std = (np.asarray(each, np.float32) for each in (self.mean, self.std))
         table = (scaled[:, None] - mean) / std  # of each byte and channel
-        return np.asarray(table[pixels, np.arange(3)])
+        found = np.empty(pixels.shape, np.float32)
+        for channel in range(3):
+            found[..., channel] = table[:, channel].take(pixels[..., channel])
+        return found
 
 
 def patches_of(values: NDArray[np.float32], size: int) -> NDArray[np.float32]:

@@ -93,14 +93,15 @@ async def serve(connection: socket.socket) -> None:
     if not isinstance(first, b.Serve):
         raise SystemExit(1)
     settings: BranchSettings = decode_settings(first.settings, BranchSettings)
-    model = open_text_model(settings.reference)
+    model = open_text_model(settings.reference, settings.mmproj)
     await asyncio.to_thread(lambda: model.tokenizer)
     engine = BranchEngine(link, settings.server.heartbeat_timeout, first.id_prefix)
     while not inbox.empty():
         engine.take(inbox.get_nowait())
     context = ServerContext(
         model, engine, settings.name, settings.server.limits, created=settings.created,
-        log_prompts=settings.server.log_prompts, reference=settings.reference, allow_pull=settings.server.allow_pull,
+        log_prompts=settings.server.log_prompts, reference=settings.reference, mmproj=settings.mmproj,
+        allow_pull=settings.server.allow_pull,
         allow_updates=settings.server.allow_updates,
         allow_priority=settings.server.allow_priority, gather=engine.gather,
         receipts=ReceiptFiles.of(settings.server.receipts),

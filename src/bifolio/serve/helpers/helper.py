@@ -252,6 +252,6 @@ class Helper:
             return self._process
 
 
-def new_helper(model: str, *, reads_tokenizer: bool) -> Helper:
+def new_helper(model: str, *, reads_tokenizer: bool, mmproj: str | None = None) -> Helper:
     """A helper for the tasks of one model."""
-    return Helper(h.Prepare(model, reads_tokenizer, MEMORY_BYTES))
+    return Helper(h.Prepare(model, reads_tokenizer, MEMORY_BYTES, mmproj))

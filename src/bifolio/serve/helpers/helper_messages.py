@@ -13,6 +13,7 @@ class Prepare(msgspec.Struct, tag="prepare"):
     model: str
     reads_tokenizer: bool  # grammars are compiled for it; templates do not need it
     memory_bytes: int  # of address space, above that of the idle process
+    mmproj: str | None = None  # the file of its tower, as of `load_model`
 
 
 class Render(msgspec.Struct, tag="render"):

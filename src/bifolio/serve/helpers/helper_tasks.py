@@ -26,7 +26,7 @@ class TaskRunner:
     """The model. It is read once, by the process that the processes of the tasks are forked from."""
 
     def __init__(self, prepare: h.Prepare) -> None:
-        self._model: TextModel = open_text_model(prepare.model)
+        self._model: TextModel = open_text_model(prepare.model, prepare.mmproj)
         self._memory_bytes = prepare.memory_bytes
         if prepare.reads_tokenizer:
             from bifolio.sampling.grammar import prepare_compiler

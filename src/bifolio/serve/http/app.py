@@ -50,7 +50,10 @@ PAGE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),  # blob: images that a user adds to a chat
 )
 MAX_SHOWN_PATH = 200  # characters of a path in an error
 TEXTS_AT_ONCE = 4096  # of tokens, before other requests get a turn
@@ -186,6 +189,8 @@ class Handlers:
             has_chat_template=has_template,
             sampling_defaults=defaults,
             parent=None if adapter is None else context.name,
+            reads_images=context.model.vision is not None,
+            max_body_bytes=context.limits.max_body_bytes,
         )
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,6 +33,7 @@ class Limits:
     """Bounds on the requests of one client and of all clients together."""
 
     max_body_bytes: int = 4 << 20
+    image_hosts: tuple[str, ...] = ()  # whose images requests may name by http(s) URLs
     max_queue: int = 256  # requests that may wait for a slot
     reserved_per_key: int = 16  # requests of a key, or address, that are admitted even if others have filled the queue
     max_open_per_key: int | None = None  # requests in flight of one key, or address without keys; None: no such limit
@@ -56,6 +57,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
+    mmproj: str | None = None  # the file of its tower; None: beside the model, or none
     allow_pull: bool = False  # clients may fetch models into the cache
     allow_updates: bool = False  # clients may pause the engine and give it other weights
     allow_priority: bool = False  # priorities of clients without keys count
@@ -74,8 +76,9 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
         self.tokenizers = TokenizerPool(self.model.tokenizer)
-        self.templates = new_helper(self.reference or str(self.model.path), reads_tokenizer=False)
-        self.grammars = GrammarChecks(new_helper(self.reference or str(self.model.path), reads_tokenizer=True))
+        model = self.reference or str(self.model.path)
+        self.templates = new_helper(model, reads_tokenizer=False, mmproj=self.mmproj)
+        self.grammars = GrammarChecks(new_helper(model, reads_tokenizer=True))
         if self.gather is None:  # else the first front end reports the engine
             self.metrics.watch(self.engine)
 

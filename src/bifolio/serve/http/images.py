@@ -15,6 +15,7 @@ from bifolio.serve.helpers.helper_messages import KILLED, Failed, View, Viewed
 from bifolio.serve.http.auth import Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, bad_request
+from bifolio.serve.http.fetched_images import fetched, is_remote
 from bifolio.serve.protocols.openai_types import Message
 from bifolio.text.data_urls import data_of
 from bifolio.text.roles import Parts
@@ -55,7 +56,10 @@ async def read_pictures(context: ServerContext, urls: Sequence[tuple[str, str]],
 
 async def _picture(context: ServerContext, place: str, url: str, tenant: Tenant) -> Picture:
     try:
-        data = await asyncio.to_thread(data_of, url)
+        if context.limits.image_hosts and is_remote(url):
+            data = await fetched(url, context.limits.image_hosts)
+        else:
+            data = await asyncio.to_thread(data_of, url)
     except RequestError as error:
         raise bad_request(f"{place}: {error}", place, "invalid_image") from error
     outcome = await context.templates.ask(View(data), tenant.share)

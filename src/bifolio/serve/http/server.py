@@ -83,6 +83,7 @@ class BranchSettings:
 
     server: ServerSettings
     reference: str  # the model
+    mmproj: str | None  # its tower, as of `load_model`
     name: str  # as clients see it
     created: int
     num_front_ends: int
@@ -176,7 +177,8 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
     from bifolio.model.registry import DEFAULT_MODEL
 
     reference = engine_options.get("model") or DEFAULT_MODEL
-    model = open_text_model(reference)
+    mmproj = engine_options.get("mmproj")
+    model = open_text_model(reference, mmproj)
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events,
                     settings.transfer, snapshots_of(settings, engine_options))  # fmt: skip
     engine = make_engine(settings, launch)
@@ -185,7 +187,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         name = public_name(reference, settings.model_name)
         context = ServerContext(
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
-            allow_pull=settings.allow_pull, allow_updates=settings.allow_updates,
+            mmproj=mmproj, allow_pull=settings.allow_pull, allow_updates=settings.allow_updates,
             allow_priority=settings.allow_priority, receipts=ReceiptFiles.of(settings.receipts),
         )  # fmt: skip
         if settings.metrics_compat is not None:
@@ -328,7 +330,7 @@ def start_branches(settings: ServerSettings, context: ServerContext, secret: byt
     if not isinstance(engine, EngineProcess):
         raise ConfigError("only the front end that owns the engine process starts further ones")
     reference = context.reference or str(context.model.path)
-    told = BranchSettings(settings, reference, context.name, context.created, settings.front_ends)
+    told = BranchSettings(settings, reference, context.mmproj, context.name, context.created, settings.front_ends)
     branches = Branches(
         engine, context.metrics, Serve(encode_settings(told), secret, ""), context.refusal, settings.front_ends - 1
     )

@@ -2,6 +2,7 @@
 import { drawBranches, setUpBranches } from "./branches.js";
 import { drawChats, setUpChats } from "./chats.js";
 import { $, announce, onFrame } from "./core.js";
+import { giveBack, load, setUpImages, showAttach, takeAttached } from "./images.js";
 import { setUpPrompts } from "./prompts.js";
 import { answer, bodies, isRunning, stopRun } from "./run.js";
 import { markInvalid, setUpSettings, showDefaults } from "./settings.js";
@@ -17,7 +18,7 @@ export function setUpPlayground() {
     carryOn: (node) => run(node.id),
     branch: (node) => goTo(node.id),
     open: (node) => goTo(store.newestLeaf(state.conversation, node.id)),
-    edit: (node, text) => run(store.addNode(state.conversation, { parent: node.parent, role: "user", text }).id),
+    edit: (node, text, images) => run(store.addNode(state.conversation, { parent: node.parent, role: "user", text, images }).id),
   });
   setUpBranches((node) => goTo(node.id));
   setUpChats({ open: openAt, changed: drawAll, problem });
@@ -25,6 +26,7 @@ export function setUpPlayground() {
     $("system").value = text;
     $("system").oninput();
   });
+  setUpImages(problem);
   $("composer").onsubmit = (event) => {
     event.preventDefault();
     send();
@@ -73,6 +75,7 @@ function open(conversation, focus = false) {
   $("problem").hidden = true;
   defaults();
   drawAll();
+  load(conversation, () => conversation === state.conversation && drawThread());
   follow();
   document.body.classList.remove("with-sidebar");
   if (focus) $("prompt").focus();
@@ -90,6 +93,7 @@ function openAt(id, node) {
 
 export function defaults() {
   showDefaults(state.card?.sampling_defaults ?? {}, state.conversation.mode);
+  showAttach();
 }
 
 function drawAll() {
@@ -147,12 +151,15 @@ function send() {
   const { conversation } = state;
   const chat = conversation.mode === "chat";
   const parent = chat ? conversation.leaf : null; // a completion begins with its own prompt
-  const node = store.addNode(conversation, { parent, role: "user", text: chat ? text.trim() : text });
+  const images = takeAttached();
+  const fields = { parent, role: "user", text: chat ? text.trim() : text, ...(images.length && { images }) };
+  const node = store.addNode(conversation, fields);
   if (run(node.id)) {
     $("prompt").value = "";
     grow();
   } else {
     conversation.nodes.pop();
+    giveBack(images);
   }
 }
 

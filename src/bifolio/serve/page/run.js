@@ -1,6 +1,7 @@
 // From a message to its answer: the request, its stream, and the nodes that grow with it.
 import { BeamTree } from "./beams.js";
 import { batches, onFrame, request } from "./core.js";
+import { checkSize, contentOf } from "./images.js";
 import { OptionError, describe, requestOptions, variants } from "./settings.js";
 import { state } from "./state.js";
 import { addNode, newId, pathTo, save } from "./store.js";
@@ -32,7 +33,8 @@ function bodyOf(conversation, parent, options) {
   if (conversation.mode === "text") {
     return { ...wanted, prompt: path.map((node) => node.text).join(""), ...(scores && { logprobs: TOP }) };
   }
-  const messages = path.map((node) => ({ role: node.role, content: node.text }));
+  const messages = path.map((node) => ({ role: node.role, content: contentOf(node) }));
+  checkSize(messages);
   if (conversation.system.trim()) messages.unshift({ role: "system", content: conversation.system });
   return { ...wanted, messages, ...(scores && { logprobs: true, top_logprobs: TOP }) };
 }

@@ -1,7 +1,7 @@
 // Conversations as trees of messages, kept in the browser's local storage.
 //
 //   conversation {id, title, mode: "chat" | "text", system, nodes: [...], leaf, updated}
-//   node         {id, parent, role: "user" | "assistant", text, group, variant, settings, finish, stats, model}
+//   node         {id, parent, role: "user" | "assistant", text, group, variant, settings, finish, stats, model, images}
 //
 // An answer's probabilities, drafts and beams are large and live as long as the page.
 
@@ -42,8 +42,8 @@ export function load(id) {
 
 // The part of a conversation that is kept.
 export function stored(conversation) {
-  const kept = ({ id, parent, role, text, group, variant, settings, finish, stats, model }) =>
-    ({ id, parent, role, text, group, variant, settings, finish, stats, model });
+  const kept = ({ id, parent, role, text, group, variant, settings, finish, stats, model, images }) =>
+    ({ id, parent, role, text, group, variant, settings, finish, stats, model, images });
   return { ...conversation, nodes: conversation.nodes.map(kept) };
 }
 

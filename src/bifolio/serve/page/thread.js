@@ -1,6 +1,7 @@
 // The messages of the open branch, and the actions below them.
 import { drawBeams } from "./beams.js";
 import { $, make, plural } from "./core.js";
+import { known, thumbnails } from "./images.js";
 import { copyText, renderMarkdown } from "./markdown.js";
 import { state } from "./state.js";
 import { childrenOf, nodeOf, pathTo } from "./store.js";
@@ -98,7 +99,7 @@ function message(node) {
   const buttons = make("span", { className: "buttons" }, ...buttonsOf(node));
   const article = make("article", { className: `message ${node.role}${chosen && groupOf(conversation, node).length > 1 ? " chosen" : ""}`,
                                     "aria-label": name + variant },
-                       head, body, beams, make("div", { className: "message-foot" }, buttons, ...(isAnswer ? [stats] : [])));
+                       head, ...(node.images?.length ? [thumbnails(node.images)] : []), body, beams, make("div", { className: "message-foot" }, buttons, ...(isAnswer ? [stats] : [])));
   article.dataset.node = node.id;
   drawn.set(node.id, { node, article, body, beams, stats, buttons });
   return article;
@@ -142,7 +143,7 @@ function edit(node) {
   const { body, buttons } = drawn.get(node.id);
   const area = make("textarea", { value: node.text, rows: Math.min(12, node.text.split("\n").length + 1), className: "edit",
                                   "aria-label": "Edit the message" });
-  const send = button("Send", () => area.value.trim() && actions.edit(node, area.value));
+  const send = button("Send", () => area.value.trim() && actions.edit(node, area.value, known(node.images)));
   send.classList.replace("quiet", "primary");
   area.onkeydown = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

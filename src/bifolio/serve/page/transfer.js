@@ -14,9 +14,15 @@ export class ImportError extends Error {}
 // -- export ------------------------------------------------------------------------------------------------------------
 
 export function asJson(conversations, isSingle = false) {
-  const record = { format: FORMAT, version: VERSION, exported: new Date().toISOString(), conversations: conversations.map(store.stored) };
+  const record = { format: FORMAT, version: VERSION, exported: new Date().toISOString(), conversations: conversations.map(withoutImages) };
   if (isSingle) record.messages = messagesOf(conversations[0]);
   return `${JSON.stringify(record, null, 1)}\n`;
+}
+
+// Images stay in the browser: a file has the texts alone.
+function withoutImages(conversation) {
+  const copy = store.stored(conversation);
+  return { ...copy, nodes: copy.nodes.map((node) => ({ ...node, images: undefined })) };
 }
 
 // The open branch, as a request holds it.

@@ -204,6 +204,8 @@ class ModelCard(msgspec.Struct):
     has_chat_template: bool = False
     sampling_defaults: dict[str, float] = {}  # of requests that set none, under the names of the API
     parent: str | None = None  # of an adapter: the model that it changes
+    reads_images: bool = False
+    max_body_bytes: int = 0  # of a request
 
 
 class ModelList(msgspec.Struct):

@@ -77,7 +77,9 @@ class Front:
                 "size": entry.source.num_bytes, "error": entry.problem}  # fmt: skip
         if context is not None:
             card |= {"max_model_len": context.max_model_len,
-                     "has_chat_template": context.model.chat_template is not None}  # fmt: skip
+                     "has_chat_template": context.model.chat_template is not None,
+                     "reads_images": context.model.vision is not None,
+                     "max_body_bytes": context.limits.max_body_bytes}  # fmt: skip
         return card
 
     async def running(self, scope: Scope, receive: Receive, send: Send) -> None:

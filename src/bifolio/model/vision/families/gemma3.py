@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, KernelSet, Linear, Norm
@@ -42,6 +41,9 @@ class Gemma3Vision(Vision):
     def num_rows(self, pixels: Pixels) -> int:
         return self.tokens
 
+    def largest(self, num_rows: int) -> tuple[int, int]:
+        return self.height, self.width
+
     def load(self, source: TowerTensors) -> Gemma3Tower:
         size = self.sizes.hidden_size
         stored = source.array("multi_modal_projector.mm_input_projection_weight", (size, self.text_size))
@@ -56,24 +58,28 @@ class Gemma3Tower:
     encoder: Siglip
     norm: Norm
     projection: Linear
+    prepared_for: KernelSet | None = None
 
     @property
     def layout(self) -> RowLayout:
         return PLAIN_ROWS
 
     def prepared(self, kernels: KernelSet) -> Gemma3Tower:
+        if self.prepared_for is kernels:
+            return self
         return replace(
             self,
             encoder=self.encoder.prepared(kernels),
             norm=kernels.prepare_norm(self.norm),
             projection=kernels.prepare_linear(self.projection),
+            prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> NDArray[np.float32]:
+    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
         vision, side = self.vision, self.vision.sizes.side
         x = self.encoder.states(vision.normalisation(pixels), kernels, new_batch)
         x = pooled(x, (side, side), side // math.isqrt(vision.tokens), kernels)
-        return kernels.to_host(kernels.linear(kernels.norm(x, self.norm), self.projection))
+        return kernels.linear(kernels.norm(x, self.norm), self.projection)
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [*self.encoder.matrices(), *self.projection.parts]

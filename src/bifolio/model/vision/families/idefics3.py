@@ -73,6 +73,9 @@ class Idefics3Vision(Vision):
     def num_rows(self, pixels: Pixels) -> int:
         return self.num_tile_rows
 
+    def largest(self, num_rows: int) -> tuple[int, int]:
+        return self.sizes.image_size, self.sizes.image_size
+
     def load(self, source: TowerTensors) -> Idefics3Tower:
         width = self.sizes.hidden_size * self.merge**2
         projection = source.linear("connector.modality_projection.proj", rows=self.text_size, columns=width)
@@ -86,22 +89,25 @@ class Idefics3Tower:
     vision: Idefics3Vision
     encoder: Siglip
     projection: Linear
+    prepared_for: KernelSet | None = None
 
     @property
     def layout(self) -> RowLayout:
         return PLAIN_ROWS
 
     def prepared(self, kernels: KernelSet) -> Idefics3Tower:
+        if self.prepared_for is kernels:
+            return self
         projection = kernels.prepare_linear(self.projection)
-        return replace(self, encoder=self.encoder.prepared(kernels), projection=projection)
+        return replace(self, encoder=self.encoder.prepared(kernels), projection=projection, prepared_for=kernels)
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> NDArray[np.float32]:
+    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
         vision, side = self.vision, self.vision.sizes.side
         x = self.encoder.states(vision.normalisation(pixels), kernels, new_batch)
         size = vision.sizes.hidden_size
         places = [kernels.take(x, kernels.from_host(rows)) for rows in square_rows((side, side), vision.merge)]
         joined = kernels.join_columns([(place, 0, size) for place in places])
-        return np.asarray(kernels.to_host(kernels.linear(joined, self.projection)), np.float32)
+        return kernels.linear(joined, self.projection)
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [*self.encoder.matrices(), *self.projection.parts]

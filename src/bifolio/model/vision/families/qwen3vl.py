@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm, Rotation
+from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm, Rotation, Routing
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.vision.layers import TowerLayer
 from bifolio.model.vision.processing import BICUBIC, Processor, as_rgb, resized
@@ -96,6 +96,11 @@ class QwenVision(Vision):
             return tuple(math.ceil(edge * scale / factor) * factor for edge in (height, width))  # type: ignore[return-value]
         return tall, wide
 
+    def largest(self, num_rows: int) -> tuple[int, int]:
+        factor = self.sizes.patch_size * self.sizes.merge
+        side = max(math.isqrt(min(num_rows, self.most_pixels // factor**2)), 1)
+        return side * factor, side * factor
+
     def grid(self, pixels: Pixels) -> tuple[int, int]:
         factor = self.sizes.patch_size * self.sizes.merge
         return pixels.shape[0] // factor, pixels.shape[1] // factor
@@ -149,36 +154,40 @@ class QwenTower:
     layers: tuple[TowerLayer, ...]
     merger: Merger
     tapped: tuple[Merger, ...]  # of the layers `taps`
+    prepared_for: KernelSet | None = None
 
     @property
     def layout(self) -> RowLayout:
         return RowLayout(len(self.tapped), self.vision.sections)
 
     def prepared(self, kernels: KernelSet) -> QwenTower:
+        if self.prepared_for is kernels:
+            return self
         return replace(
             self,
             patches=kernels.prepare_linear(self.patches),
+            positions=kernels.from_host(np.asarray(self.positions, np.float32)),
             layers=tuple(layer.prepared(kernels) for layer in self.layers),
             merger=self.merger.prepared(kernels),
             tapped=tuple(merger.prepared(kernels) for merger in self.tapped),
+            prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> NDArray[np.float32]:
+    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
         sizes = self.vision.sizes
         height, width = (edge // sizes.patch_size for edge in pixels.shape[:2])
         order = squares_first(height, width, sizes.merge)
         values = patches_of(self.vision.normalisation(pixels), sizes.patch_size)[order]
         x = kernels.linear(kernels.from_host(values), self.patches)
-        x = kernels.add(x, kernels.from_host(interpolated(self.positions, sizes.side, height, width)[order]))
+        x = kernels.add(x, interpolated(self.positions, sizes.side, height, width, order, kernels))
         rotation = grid_rotation(order // width, order % width, sizes.hidden_size // sizes.num_heads, kernels)
         batch, found = new_batch(len(order)), []
         for number, layer in enumerate(self.layers):
             x = layer(x, rotation, batch, kernels)
             if number in sizes.taps:
-                merger = self.tapped[sizes.taps.index(number)]
-                found.append(np.asarray(kernels.to_host(merger(x, kernels)), np.float32))
-        merged = np.asarray(kernels.to_host(self.merger(x, kernels)), np.float32)
-        return np.concatenate([merged, *found], axis=1)
+                found.append(self.tapped[sizes.taps.index(number)](x, kernels))
+        size = sizes.text_size
+        return kernels.join_columns([(rows, 0, size) for rows in (self.merger(x, kernels), *found)])
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         mergers = [part for each in (self.merger, *self.tapped) for part in (*each.first.parts, *each.second.parts)]
@@ -191,21 +200,24 @@ def squares_first(height: int, width: int, merge: int) -> NDArray[np.int64]:
     return np.ascontiguousarray(grid.transpose(0, 2, 1, 3)).reshape(-1)
 
 
-def interpolated(table: Array, side: int, height: int, width: int) -> NDArray[np.float32]:
-    """f32[height * width, d]: the table [side * side, d] stretched over a grid, corner to corner."""
+def interpolated(
+    table: Array, side: int, height: int, width: int, order: NDArray[np.int64], kernels: KernelSet
+) -> Array:
+    """[patches, d]: the table [side * side, d] stretched over a grid, corner to corner; its places in this order."""
 
-    def taps(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        places = np.linspace(0, side - 1, count, dtype=np.float32)
-        low = np.clip(np.floor(places).astype(np.int64), 0, side - 1)
-        return low, np.minimum(low + 1, side - 1), (places - low).astype(np.float32)
+    def taps(count: int, places: NDArray[np.int64]) -> list[tuple[np.ndarray, np.ndarray]]:
+        at = np.linspace(0, side - 1, count, dtype=np.float32)[places]
+        low = np.clip(np.floor(at).astype(np.int64), 0, side - 1)
+        share = (at - low).astype(np.float32)
+        return [(low, 1 - share), (np.minimum(low + 1, side - 1), share)]
 
-    values = np.asarray(table, np.float32).reshape(side, side, -1)
-    top, bottom, down = taps(height)
-    left, right, along = taps(width)
-    down, along = down[:, None, None], along[None, :, None]
-    upper = values[top][:, left] * (1 - along) + values[top][:, right] * along
-    lower = values[bottom][:, left] * (1 - along) + values[bottom][:, right] * along
-    return np.asarray(upper * (1 - down) + lower * down, np.float32).reshape(height * width, -1)
+    total = None
+    for row, down in taps(height, order // width):
+        for column, along in taps(width, order % width):
+            weights = Routing(None, kernels.from_host((down * along)[:, None].astype(np.float32)))
+            part = kernels.weigh(kernels.take(table, kernels.from_host(row * side + column)), weights)
+            total = part if total is None else kernels.add(total, part)
+    return total
 
 
 def grid_rotation(rows: np.ndarray, columns: np.ndarray, head_dim: int, kernels: KernelSet) -> Rotation:

@@ -1,0 +1,52 @@
+"""Images on the Triton kernels: rows of a tower enter eager chunks, captured steps continue behind them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "vision"))
+pytest.importorskip("PIL")
+
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.kernels.triton import TritonKernels
+from bifolio.sampling_params import SamplingParams
+from built_engines import built_engine
+from image_requests import PROMPTS, SIZES, assert_greedy, drain, loaded, prompt_of, second_turn, worst_error
+
+FEW = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5"])
+def test_tokens_and_logprobs_equal_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image beside text, in chunks; a second turn behind it reads positions and places that differ."""
+    engine = built_engine(loaded(name), kernels=TritonKernels("cpu", "f32"), **SIZES)
+    assert engine.slots.device is not None
+    requests = {}
+    for key in ("image", "text"):
+        text, numbers = PROMPTS[key]
+        prompt = prompt_of(name, text, numbers)
+        requests[key] = engine.add_request(key, prompt.token_ids, FEW, images=prompt.images)
+    drain(engine)
+    for key, request in requests.items():
+        assert request.error is None
+        assert worst_error(name, key, request)[0] < 2e-3
+        assert_greedy(name, key, request)
+    device, captured = engine.slots.device, []
+    launch = device.prompt_logits
+
+    def counted(*arguments: Any) -> Any:
+        captured.append(launch(*arguments))
+        return captured[-1]
+
+    monkeypatch.setattr(device, "prompt_logits", counted)
+    turn = second_turn(engine, name, requests["image"])
+    assert [logits is not None for logits in captured] == [True]
+    reference = built_engine(loaded(name), kernels=ReferenceKernels(), **SIZES)
+    whole = reference.add_request("whole", turn.prompt_token_ids, turn.params, images=turn.images)
+    drain(reference)
+    assert turn.sequences[0].output_token_ids == whole.sequences[0].output_token_ids
