@@ -100,7 +100,12 @@ FAMILY = Family(
         ACTIVATION,
         EMBEDDING_SCALE,
         scores(Form(read_gguf_scale, lambda v: scale_entry(v, gguf_scale(v)))),
-        Field("bidirectional", hf="use_bidirectional_attention", gguf=Form(lambda v: v.header.architecture == ENCODER), optional=True),
+        Field(
+            "bidirectional",
+            hf="use_bidirectional_attention",
+            gguf=Form(lambda v: v.header.architecture == ENCODER),
+            optional=True,
+        ),
         Field("language_head", hf=Form(lambda v: not v["bidirectional"]), gguf=Form(lambda v: not v["bidirectional"])),
         Field("layers.window", hf=Form(read_windows, write_windows), gguf=Form(read_gguf_windows, GGUF_WINDOWS.write)),
         Field("ropes", hf=Form(read_ropes, ropes_to_hf), gguf=Form(ropes_from_gguf, rope_entries)),
