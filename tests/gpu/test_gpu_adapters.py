@@ -194,6 +194,7 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
     import torch
 
     from bifolio.kernels.triton.adapter_slots import AdapterSlots
+    from bifolio.kernels.triton.adapters import NO_BIAS
 
     rng, widths, depth = np.random.default_rng(rows), (4096, 1024, 1024), 4096
     kernels = gpu_kernels("bf16", deterministic=fixed)
@@ -227,7 +228,7 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
                 thin = values[down : down + rank * depth].view(rank, depth).numpy()
                 wide = values[up : up + rank * outputs].view(outputs, rank).numpy()
                 expected[:, column : column + outputs] += x[own].double().cpu().numpy() @ thin.T @ wide.T
-                if bias >= 0:
+                if bias != NO_BIAS:
                     expected[:, column : column + outputs] += values[bias : bias + outputs].numpy()
         np.testing.assert_allclose(found[own], expected, atol=0.06, rtol=0.02)
     assert (found[numbers < 0] == y[torch.tensor(numbers < 0, device=device)].float().cpu().numpy()).all()
@@ -241,7 +242,7 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
 @pytest.mark.full
 def test_an_llm_with_adapters_from_its_start(base: Path, adapters: list[Path], device: str) -> None:
     """Through the front door, warm-up included, with requests of both kinds."""
-    options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8}
+    options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "deterministic": True}
     options |= {"num_blocks": 200} if device == "cpu" else {"gpu_memory_utilization": 0.2}
     modules = {"a": adapters[1], "both": [(adapters[1], 0.5), (adapters[2], 0.5)]}
     llm = LLM(base, device=device, lora_modules=modules, **options)

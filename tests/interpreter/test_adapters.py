@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_changes_equal_the_reference(count: int) -> None:
         expected = reference.adapt(y, x, site, AdapterUse(tuple(adapters), rows))
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
         assert (found[rows < 0] == y[rows < 0]).all()
+
+
+def test_an_adapter_lies_in_front_of_the_first_place_of_the_table() -> None:
+    """Places are counted from an array that may have a higher address than the adapters."""
+    rng = np.random.default_rng(0)
+    slots, adapter = new_slots(), new_adapters(rng)[1]
+    prepared = slots.prepare(adapter)
+    size = prepared.prepared.values.numel()
+    joint = torch.zeros(size + 64)
+    joint[:size] = prepared.prepared.values
+    slots._base = joint[size:]
+    prepared = replace(prepared, prepared=replace(prepared.prepared, values=joint[:size]))
+    x = rng.standard_normal((3, DEPTH)).astype(np.float32)
+    y, rows = np.zeros((3, sum(WIDTHS)), np.float32), np.array([0, -1, 0], np.int32)
+    use = slots.stage(AdapterUse((prepared,), rows))
+    found = TritonKernels("cpu", "f32").adapt(torch.tensor(y), torch.tensor(x), 3, use)
+    expected = ReferenceKernels().adapt(y, x, 3, AdapterUse((adapter,), rows))
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_adapters_leave_the_device_by_age_and_come_back() -> None:

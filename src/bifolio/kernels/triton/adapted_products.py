@@ -7,10 +7,15 @@ import torch
 from bifolio.kernels.triton import norm
 from bifolio.kernels.triton.adapters import GroupedRows, ProductPlan, expand, shrink
 from bifolio.kernels.triton.lazy_fusion import Deferred, Product, Sum, tensor
+from bifolio.kernels.triton.products import Products
 
 
 def adapted(
-    y: torch.Tensor | Deferred, x: torch.Tensor | Deferred, plan: ProductPlan, grouped: GroupedRows
+    y: torch.Tensor | Deferred,
+    x: torch.Tensor | Deferred,
+    plan: ProductPlan,
+    grouped: GroupedRows,
+    products: Products,
 ) -> torch.Tensor | Product:
     """The product y of x with the changes of the adapters of its rows."""
     if not isinstance(y, Product) or y.value is not None:
@@ -19,9 +24,9 @@ def adapted(
 
     def compute(own: Product, activation: str | None, residual: torch.Tensor | None) -> torch.Tensor | Sum:
         sums = shrink(tensor(plain.x), plan, grouped)  # before the product, which reads its weights meanwhile
-        result = plain.compute(plain, None, residual)
         if activation is not None and plan.is_gated:
-            return expand(tensor(result), sums, plan, grouped, activation)
+            return expand(products.before_activation(plain), sums, plan, grouped, activation)
+        result = plain.compute(plain, None, residual)
         expand(result.delta if isinstance(result, Sum) else result, sums, plan, grouped)
         return result if activation is None else norm.act_mul(tensor(result), activation)
 

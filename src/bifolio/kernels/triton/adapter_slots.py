@@ -21,11 +21,11 @@ import torch
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Adapter, AdapterUse, LowRank, ProductShape
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.triton.adapters import FEWEST_ROWS, MANY_ROWS, MOST_ROWS, RANKS, GroupedRows, ProductPlan
+from bifolio.kernels.triton.adapters import FEWEST_ROWS, MANY_ROWS, MOST_ROWS, NO_BIAS, RANKS, GroupedRows, ProductPlan
 
 NO_ADAPTER = -1
 ALIGNMENT = 64  # elements of an array, to which matrices are aligned
-UNCHANGED = (0, 0, -1, 0)  # entry of a part that an adapter does not change
+UNCHANGED = (0, 0, NO_BIAS, 0)  # entry of a part that an adapter does not change
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +121,7 @@ class AdapterSlots:
         def keep(array: np.ndarray | None) -> int:
             nonlocal end
             if array is None:
-                return -1
+                return NO_BIAS
             start, end = end, end + -(-array.size // ALIGNMENT) * ALIGNMENT
             arrays.append(array)
             return start
@@ -176,7 +176,7 @@ class AdapterSlots:
         offset = (values.data_ptr() - self._base.data_ptr()) // values.element_size()
         entries = packed.entries.copy()
         entries[:, :2] += np.where(entries[:, 3:] > 0, offset, 0)
-        entries[:, 2] += np.where(entries[:, 2] >= 0, offset, 0)
+        entries[:, 2] += np.where(entries[:, 2] != NO_BIAS, offset, 0)
         self._table[place].copy_(upload(entries, self._device))
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Rows are grouped by adapter: a tile is a few rows of one adapter, and a place is
     order    i32[rows]        row of each place
     tiles    i32[3, tiles]    adapter (-1: none), first place, number of places (0: the tile is unused)
     table    i64[adapters, entries, 4]   of each part of each product: places of `down`, `up` and the bias, in elements
-                                         behind `base`, and the rank, a multiple of 16 (0: the part is not changed)
+                                         from `base`, and the rank, a multiple of 16 (0: the part is not changed)
 
 The shares of a depth depend on the depth alone, and every sum is added in one order: the result of a row depends on
 the row and its adapter alone.
@@ -32,6 +32,8 @@ MANY_ROWS = 512  # of a pass, from which tiles are large
 BLOCK, MOST_SHARES = 512, 16  # columns of x per tile of `shrink`; programs that share a depth
 OUTPUTS = 128  # columns of y per program of `expand`
 NO_ACTIVATION = -1
+NO_BIAS = -(1 << 62)  # place of a missing bias; a place in front of `base` is negative
+ABSENT = tl.constexpr(NO_BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ def _expand_kernel(
 def _places(entry: tl.tensor, has_adapter: tl.tensor) -> tl.tensor:
     """(place of `up`, place of the bias, rank) of a part."""
     up = tl.multiple_of(tl.load(entry + 1, mask=has_adapter, other=0), 16)
-    bias = tl.load(entry + 2, mask=has_adapter, other=-1)
+    bias = tl.load(entry + 2, mask=has_adapter, other=ABSENT)
     return up, bias, tl.multiple_of(tl.load(entry + 3, mask=has_adapter, other=0), 16)
 
 
@@ -269,7 +271,7 @@ def _change(
         mixed = _mixed(sums, part, place, exists, num_rows, own_rank, start, SPLITS, RANKS, WIDTH, PARTS)
         weights = _weights(base, up, own_rank, output, written, start, RANKS)
         total = tl.dot(mixed.to(weights.dtype), tl.trans(weights), total, input_precision=PRECISION)
-    added = tl.load(base + bias + output, mask=written & (output * 0 + bias >= 0), other=0.0).to(tl.float32)
+    added = tl.load(base + bias + output, mask=written & (output * 0 + bias != ABSENT), other=0.0).to(tl.float32)
     return total + added[None, :]
 
 

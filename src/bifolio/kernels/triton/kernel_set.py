@@ -227,7 +227,7 @@ class TritonKernels(TorchArrays):
         if adapters.staged is None:
             return self._torch.adapt(tensor(y), tensor(x), site, adapters)
         plan = adapters.staged.plans.get(site)
-        return y if plan is None else adapted(y, x, plan, adapters.staged.grouped)
+        return y if plan is None else adapted(y, x, plan, adapters.staged.grouped, self._products)
 
     def exchanged(self, x: Array) -> Array:
         """Products stay f32, as those that are added to the residual stream without an exchange."""

@@ -43,6 +43,15 @@ class Products:
             return self._multiply(product, None, None, torch.float32)
         return self._library_exact(tensor(x), linear)
 
+    def before_activation(self, product: Product) -> torch.Tensor:
+        """Gate and up of a product, for an activation in another kernel.
+
+        They stay f32 in deterministic mode, as in the fused kernel: a row has the same bits with both.
+        """
+        if self._deterministic:
+            return self._multiply(product, None, None, torch.float32)
+        return tensor(product.compute(product, None, None))
+
     def _is_ours(self, rows: int, linear: Linear) -> bool:
         """Whether our own kernels multiply, with the operations before and after fused in.
 

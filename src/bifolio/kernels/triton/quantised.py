@@ -227,11 +227,14 @@ def few_rows_tile(
         return RowTile(32, 32, 4, 2, rows=FIXED_ROWS)
     if fixed:
         return RowTile(64, 128, 4, 4, swapped=True, rows=FIXED_ROWS)
-    if rows <= 16 or (gated and kind == 0):
-        tiles = triton.cdiv(outputs, 64)
-        return RowTile(64, 128, 4, 3, splits=_splits(tiles, depth, 2), rows=FIXED_ROWS)
-    tiles = triton.cdiv(outputs, 128)
-    return RowTile(128, 128, 8, 3, swapped=True, splits=_splits(tiles, depth, 4 if tiles < 256 else 1), rows=FIXED_ROWS)
+    if rows <= 16 and gated and kind != 0:
+        return RowTile(64, 128, 4, 3, splits=_splits(triton.cdiv(outputs, 64), depth, 2), rows=FIXED_ROWS)
+    if rows <= 16:
+        return RowTile(32, 256, 4, 3, splits=_splits(triton.cdiv(outputs, 32), depth, 2), rows=FIXED_ROWS)
+    if gated and kind == 0:
+        return RowTile(64, 128, 4, 3, swapped=True, rows=FIXED_ROWS)
+    splits = 1 if gated else _splits(triton.cdiv(outputs, 128), depth, 4)
+    return RowTile(128, 128, 8, 3, swapped=True, splits=splits, rows=FIXED_ROWS)
 
 
 def _splits(tiles: int, depth: int, wanted: int) -> int:

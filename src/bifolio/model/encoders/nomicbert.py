@@ -1,6 +1,6 @@
 """NomicBERT (nomic-embed-text): BERT with rope instead of positions, a gated MLP, and no biases of products.
 
-Folders of the class of transformers and those of the class in the models' own repositories have other names for the same.
+Folders of the class of transformers and those of the class in the models' own repositories differ in their names.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ def _ropes(values: Reading) -> tuple[RopeConfig, ...]:
     return (RopeConfig(theta, values["head_dim"]),)
 
 
+ACTIVATION = Form(activation("activation_function", "hidden_act", **GATED).read, activation("hidden_act").write)
+
 FAMILY = Family(
     name="nomicbert",
     network=NETWORK,
@@ -107,7 +109,7 @@ FAMILY = Family(
         Field("intermediate_size", hf=("intermediate_size", "n_inner")),
         Field("max_position", hf=Key(("max_position_embeddings", "n_positions"), default=2048)),
         Field("norm_eps", hf=Key(("layer_norm_eps", "layer_norm_epsilon"), default=1e-12)),
-        Field("activation", hf=Form(activation("activation_function", "hidden_act", **GATED).read, activation("hidden_act").write)),
+        Field("activation", hf=ACTIVATION),
         Field("ropes", hf=Form(_ropes, written_ropes), gguf=Form(lambda v: (read_rope(v),), rope_entries)),
     ),
     hf_types=("nomic_bert",),
