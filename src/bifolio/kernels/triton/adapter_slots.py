@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -114,31 +115,20 @@ class AdapterSlots:
         return replace(adapter, products={}, prepared=packed)
 
     def _packed(self, products: Mapping[int, Sequence[LowRank]]) -> PackedAdapter:
-        arrays: list[np.ndarray] = []
-        end, width = 0, RANKS
+        pieces, end, width = [], 0, RANKS
         entries = np.array(UNCHANGED, dtype=np.int64)[None].repeat(self._table.shape[1], axis=0)
-
-        def keep(array: np.ndarray | None) -> int:
-            nonlocal end
-            if array is None:
-                return NO_BIAS
-            start, end = end, end + -(-array.size // ALIGNMENT) * ALIGNMENT
-            arrays.append(array)
-            return start
-
         for site, parts in products.items():
             plan, column = self._plans[site], 0
             for number, outputs in enumerate(plan.widths):
-                own = joined(parts, column, outputs)
+                piece = Piece.of(parts, column, outputs, end)
                 column += outputs
-                if own is not None:
-                    rank = len(own.down)
-                    places = keep(own.down), keep(own.up), keep(own.bias)
-                    entries[plan.first_entry + number] = (*places, rank)
-                    width = max(width, 1 << (rank - 1).bit_length())
-        values = torch.zeros(end, dtype=self._dtype, pin_memory=self._copies is not None)
-        for start, array in zip(_starts(arrays), arrays, strict=True):
-            values[start : start + array.size] = torch.from_numpy(array.reshape(-1))
+                if piece is not None:
+                    pieces.append(piece)
+                    entries[plan.first_entry + number] = piece.down, piece.up, piece.bias, piece.rank
+                    end, width = piece.end, max(width, 1 << (piece.rank - 1).bit_length())
+        values = torch.empty(end, dtype=self._dtype, pin_memory=self._copies is not None)
+        with ThreadPoolExecutor(thread_name_prefix="bifolio-adapter") as pool:
+            list(pool.map(lambda piece: piece.write(values), pieces))
         return PackedAdapter(values, entries, width, frozenset(products))
 
     # -- on the device -------------------------------------------------------------------------------------------------
@@ -237,25 +227,59 @@ class AdapterSlots:
         return min(size, size // self._rows_of_tile(size) + groups)
 
 
-def joined(parts: Sequence[LowRank], column: int, outputs: int) -> LowRank | None:
-    """The changes of some columns as one, whose rank is a multiple of `RANKS`; None: there are none."""
-    own = [part for part in parts if part.column < column + outputs and part.column + len(part.up) > column]
-    if not own:
-        return None
-    rank = sum(len(part.down) for part in own)
-    rank += -rank % RANKS
-    down = np.zeros((rank, own[0].down.shape[1]), dtype=np.float32)
-    up, bias = np.zeros((outputs, rank), dtype=np.float32), np.zeros(outputs, dtype=np.float32)
-    first = 0
-    for part in own:
-        begin, end = max(part.column, column), min(part.column + len(part.up), column + outputs)
-        ranks, here = slice(first, first + len(part.down)), slice(begin - column, end - column)
-        there = slice(begin - part.column, end - part.column)
-        down[ranks], up[here, ranks] = part.down, part.up[there]
-        if part.bias is not None:
-            bias[here] += part.bias[there]
-        first = ranks.stop
-    return LowRank(column, down, up, bias if any(part.bias is not None for part in own) else None)
+class Piece(NamedTuple):
+    """The change of one part of a product, and its places in the array of the adapter."""
+
+    sources: Sequence[LowRank]  # their ranks follow each other
+    column: int  # first column of the part in the product
+    outputs: int
+    inputs: int
+    rank: int  # a multiple of `RANKS`; ranks behind those of the sources are zeros
+    down: int
+    up: int
+    bias: int
+    end: int
+
+    @classmethod
+    def of(cls, parts: Sequence[LowRank], column: int, outputs: int, begin: int) -> Piece | None:
+        """The changes of these columns, if there are any, from a place in the array on."""
+        own = [part for part in parts if part.column < column + outputs and part.column + len(part.up) > column]
+        if not own:
+            return None
+        inputs, rank = own[0].down.shape[1], sum(len(part.down) for part in own)
+        rank += -rank % RANKS
+        up = begin + _aligned(rank * inputs)
+        end = bias = up + _aligned(outputs * rank)
+        if any(part.bias is not None for part in own):
+            return cls(own, column, outputs, inputs, rank, begin, up, bias, end + _aligned(outputs))
+        return cls(own, column, outputs, inputs, rank, begin, up, NO_BIAS, end)
+
+    def write(self, values: torch.Tensor) -> None:
+        down = values[self.down :][: self.rank * self.inputs].view(self.rank, self.inputs)
+        up = values[self.up :][: self.outputs * self.rank].view(self.outputs, self.rank).zero_()
+        bias, first = np.zeros(self.outputs, dtype=np.float32), 0
+        for part in self.sources:
+            begin = max(part.column, self.column)
+            end = min(part.column + len(part.up), self.column + self.outputs)
+            ranks, here = slice(first, first + len(part.down)), slice(begin - self.column, end - self.column)
+            there = slice(begin - part.column, end - part.column)
+            down[ranks].copy_(_tensor(part.down))
+            up[here, ranks].copy_(_tensor(part.up[there]))
+            if part.bias is not None:
+                bias[here] += part.bias[there]
+            first = ranks.stop
+        down[first:].zero_()
+        if self.bias != NO_BIAS:
+            values[self.bias :][: self.outputs].copy_(torch.from_numpy(bias))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """The numbers of an array, which may be mapped from a file."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def grouped_rows(numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -269,8 +293,3 @@ def grouped_rows(numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray
     behind = (np.arange(len(group)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * rows
     tiles = np.stack([sorted_numbers[starts[group]], starts[group] + behind, np.minimum(counts[group] - behind, rows)])
     return order, tiles.astype(np.int32)
-
-
-def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
-    sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays]
-    return [int(end) - size for end, size in zip(np.cumsum(sizes), sizes, strict=True)]

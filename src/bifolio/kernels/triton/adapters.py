@@ -29,8 +29,10 @@ from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 RANKS = 16  # columns of `sums` per program of `shrink`; ranks are padded to multiples of it
 FEWEST_ROWS, MOST_ROWS = 16, 64  # of a tile
 MANY_ROWS = 512  # of a pass, from which tiles are large
-BLOCK, MOST_SHARES = 512, 16  # columns of x per tile of `shrink`; programs that share a depth
-OUTPUTS = 128  # columns of y per program of `expand`
+BLOCK, MOST_SHARES = 512, 16  # columns of x per tile of `shrink`; programs that share a depth, a power of two
+SHARES = tl.constexpr(MOST_SHARES)
+OUTPUTS = 256  # columns of y per program of `expand`
+PROGRAMS = 528  # that start at once, as measured on a GPU of 132 multiprocessors
 NO_ACTIVATION = -1
 NO_BIAS = -(1 << 62)  # place of a missing bias; a place in front of `base` is negative
 ABSENT = tl.constexpr(NO_BIAS)
@@ -108,42 +110,67 @@ def _shrink_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    tile, split = tl.program_id(0), tl.program_id(2)
+    split = tl.program_id(2)
     part, first_rank = tl.program_id(1) // (WIDTH // RANKS), tl.program_id(1) % (WIDTH // RANKS) * RANKS
-    adapter = tl.load(tiles + tile)  # tiles and table are complete before the first layer
-    first = tl.load(tiles + num_tiles + tile)
-    count = tl.load(tiles + 2 * num_tiles + tile)
-    has_adapter = adapter >= 0
-    entry = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + first_entry + part) * 4
-    down = tl.multiple_of(tl.load(entry, mask=has_adapter, other=0), 16)
-    own_rank = tl.load(entry + 3, mask=has_adapter, other=0)
-    member = tl.arange(0, ROWS)
-    exists = member < count
-    place = first + member
-    row = tl.load(order + place, mask=exists, other=0)
-    rank = first_rank + tl.arange(0, RANKS)
-    known = rank < own_rank
-    source = base + down + rank.to(tl.int64)[:, None] * DEPTH
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, DEPTH)
+    member, rank = tl.arange(0, ROWS), first_rank + tl.arange(0, RANKS)
     column = begin + tl.arange(0, BLOCK)
     inside = column < end
-    weights = tl.load(source + column[None, :], mask=inside[None, :] & known[:, None], other=0.0)
+    tile = tl.program_id(0)
+    adapter, first, count = _tile(tiles, tile, num_tiles)  # tiles and table are complete before the first layer
+    source, own_rank = _down(base, table, adapter, first_entry + part, num_entries, rank, DEPTH)
+    weights = tl.load(source + column[None, :], mask=inside[None, :] & (rank < own_rank)[:, None], other=0.0)
     wait_for_inputs()
-    if first_rank >= own_rank:
-        return
-    x_source = x + row.to(tl.int64)[:, None] * x_stride
-    total = tl.zeros([ROWS, RANKS], tl.float32)
-    values = tl.load(x_source + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
-    total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
-    for start in tl.range(begin + BLOCK, end, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < end
-        values = tl.load(x_source + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
-        weights = tl.load(source + column[None, :], mask=inside[None, :], other=0.0)
-        total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
-    target = sums + ((split * PARTS + part).to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
-    tl.store(target, total, mask=exists[:, None])
+    while count > 0:
+        if first_rank < own_rank:
+            exists = member < count
+            place = first + member
+            row = tl.load(order + place, mask=exists, other=0)
+            x_source = x + row.to(tl.int64)[:, None] * x_stride
+            values = tl.load(x_source + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(values, tl.trans(weights), input_precision=PRECISION)
+            if SHARE > BLOCK:
+                for start in tl.range(begin + BLOCK, end, BLOCK):
+                    later = start + tl.arange(0, BLOCK)
+                    values = tl.load(
+                        x_source + later[None, :], mask=exists[:, None] & (later < end)[None, :], other=0.0
+                    )
+                    weights = tl.load(source + later[None, :], mask=(later < end)[None, :], other=0.0)
+                    total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
+            target = sums + ((split * PARTS + part).to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
+            tl.store(target, total, mask=exists[:, None])
+        tile += tl.num_programs(0)
+        adapter, first, count = _tile(tiles, tile, num_tiles)
+        source, own_rank = _down(base, table, adapter, first_entry + part, num_entries, rank, DEPTH)
+        weights = tl.load(source + column[None, :], mask=inside[None, :] & (rank < own_rank)[:, None], other=0.0)
+
+
+@triton.jit
+def _tile(tiles: tl.tensor, tile: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
+    """(adapter, first place, number of places) of a tile; no places behind the last one."""
+    exists = tile < num_tiles
+    adapter = tl.load(tiles + tile, mask=exists, other=-1)
+    first = tl.load(tiles + num_tiles + tile, mask=exists, other=0)
+    return adapter, first, tl.load(tiles + 2 * num_tiles + tile, mask=exists, other=0)
+
+
+@triton.jit
+def _down(
+    base: tl.tensor,
+    table: tl.tensor,
+    adapter: tl.tensor,
+    entry: tl.tensor,
+    num_entries: tl.tensor,
+    rank: tl.tensor,
+    DEPTH: tl.constexpr,
+) -> tl.tensor:
+    """(pointers to these rows of `down`, the rank of the part)"""
+    has_adapter = adapter >= 0
+    found = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + entry) * 4
+    down = tl.multiple_of(tl.load(found, mask=has_adapter, other=0), 16)
+    own_rank = tl.load(found + 3, mask=has_adapter, other=0)
+    return base + down + rank.to(tl.int64)[:, None] * DEPTH, own_rank
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "first_entry", "num_entries"])
@@ -172,60 +199,62 @@ def _expand_kernel(
     ALIGNED: tl.constexpr,  # columns of parts are multiples of 16
     PRECISION: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(0)
     block = blocks + tl.program_id(1) * 4
-    adapter = tl.load(tiles + tile)
-    first = tl.load(tiles + num_tiles + tile)
-    count = tl.load(tiles + 2 * num_tiles + tile)
     part, part_width, first_output, column = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
-    has_adapter = adapter >= 0
-    entry = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + first_entry + part) * 4
-    up_place, bias, own_rank = _places(entry, has_adapter)
-    is_unchanged = count == 0
-    if ACTIVATION < 0:
-        is_unchanged = own_rank == 0
-    member = tl.arange(0, ROWS)
-    exists = member < count
-    place = first + member
-    row = tl.load(order + place, mask=exists, other=0).to(tl.int64)
     first_output = tl.multiple_of(first_output, 16)
     if ALIGNED:
         column, part_width = tl.multiple_of(column, 16), tl.multiple_of(part_width, 16)
+    member = tl.arange(0, ROWS)
     output = first_output + tl.arange(0, OUTPUTS)
     written = output < part_width
-    inside = exists[:, None] & written[None, :]
+    tile = tl.program_id(0)
+    adapter, first, count = _tile(tiles, tile, num_tiles)
+    up_place, bias, own_rank = _places(table, adapter, first_entry + part, num_entries)
     weights = _weights(base, up_place, own_rank, output, written, 0, RANKS)  # they do not depend on earlier kernels
     if ACTIVATION >= 0:
-        partner_place, partner_bias, partner_rank = _places(entry + 4, has_adapter)
+        partner_place, partner_bias, partner_rank = _places(table, adapter, first_entry + part + 1, num_entries)
         partner_weights = _weights(base, partner_place, partner_rank, output, written, 0, RANKS)
     wait_for_inputs()
-    if is_unchanged:
-        return
-    target = y + row[:, None] * y_stride + (column + output)[None, :]
-    values = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    values += _change(
-        sums, base, weights, up_place, bias, own_rank, part, place, exists, output, written, num_rows,
-        SPLITS, RANKS, WIDTH, PARTS, PRECISION,
-    )  # fmt: skip
-    if ACTIVATION >= 0:
-        up = tl.load(target + part_width, mask=inside, other=0.0).to(tl.float32)
-        up += _change(
-            sums, base, partner_weights, partner_place, partner_bias, partner_rank, part + 1, place, exists, output,
-            written, num_rows, SPLITS, RANKS, WIDTH, PARTS, PRECISION,
-        )  # fmt: skip
-        values = gated(values, up, ACTIVATION)
-        target = out + row[:, None] * out_stride + output[None, :]
-        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(target, values.to(y.dtype.element_ty), mask=inside)
+    while count > 0:
+        if ACTIVATION >= 0 or own_rank > 0:
+            exists = member < count
+            place = first + member
+            row = tl.load(order + place, mask=exists, other=0).to(tl.int64)
+            inside = exists[:, None] & written[None, :]
+            target = y + row[:, None] * y_stride + (column + output)[None, :]
+            values = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+            values += _change(
+                sums, base, weights, up_place, bias, own_rank, part, place, exists, output, written, num_rows,
+                SPLITS, RANKS, WIDTH, PARTS, PRECISION,
+            )  # fmt: skip
+            if ACTIVATION >= 0:
+                up = tl.load(target + part_width, mask=inside, other=0.0).to(tl.float32)
+                up += _change(
+                    sums, base, partner_weights, partner_place, partner_bias, partner_rank, part + 1, place, exists,
+                    output, written, num_rows, SPLITS, RANKS, WIDTH, PARTS, PRECISION,
+                )  # fmt: skip
+                values = gated(values, up, ACTIVATION)
+                target = out + row[:, None] * out_stride + output[None, :]
+                tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+            else:
+                tl.store(target, values.to(y.dtype.element_ty), mask=inside)
+        tile += tl.num_programs(0)
+        adapter, first, count = _tile(tiles, tile, num_tiles)
+        up_place, bias, own_rank = _places(table, adapter, first_entry + part, num_entries)
+        weights = _weights(base, up_place, own_rank, output, written, 0, RANKS)
+        if ACTIVATION >= 0:
+            partner_place, partner_bias, partner_rank = _places(table, adapter, first_entry + part + 1, num_entries)
+            partner_weights = _weights(base, partner_place, partner_rank, output, written, 0, RANKS)
 
 
 @triton.jit
-def _places(entry: tl.tensor, has_adapter: tl.tensor) -> tl.tensor:
+def _places(table: tl.tensor, adapter: tl.tensor, entry: tl.tensor, num_entries: tl.tensor) -> tl.tensor:
     """(place of `up`, place of the bias, rank) of a part."""
-    up = tl.multiple_of(tl.load(entry + 1, mask=has_adapter, other=0), 16)
-    bias = tl.load(entry + 2, mask=has_adapter, other=ABSENT)
-    return up, bias, tl.multiple_of(tl.load(entry + 3, mask=has_adapter, other=0), 16)
+    has_adapter = adapter >= 0
+    found = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + entry) * 4
+    up = tl.multiple_of(tl.load(found + 1, mask=has_adapter, other=0), 16)
+    bias = tl.load(found + 2, mask=has_adapter, other=ABSENT)
+    return up, bias, tl.multiple_of(tl.load(found + 3, mask=has_adapter, other=0), 16)
 
 
 @triton.jit
@@ -267,10 +296,11 @@ def _change(
     """f32[rows, outputs]: the change of these outputs of a part."""
     mixed = _mixed(sums, part, place, exists, num_rows, own_rank, 0, SPLITS, RANKS, WIDTH, PARTS)
     total = tl.dot(mixed.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
-    for start in range(RANKS, own_rank.to(tl.int32), RANKS):
-        mixed = _mixed(sums, part, place, exists, num_rows, own_rank, start, SPLITS, RANKS, WIDTH, PARTS)
-        weights = _weights(base, up, own_rank, output, written, start, RANKS)
-        total = tl.dot(mixed.to(weights.dtype), tl.trans(weights), total, input_precision=PRECISION)
+    if WIDTH > RANKS:
+        for start in tl.range(RANKS, own_rank.to(tl.int32), RANKS, num_stages=1):
+            mixed = _mixed(sums, part, place, exists, num_rows, own_rank, start, SPLITS, RANKS, WIDTH, PARTS)
+            weights = _weights(base, up, own_rank, output, written, start, RANKS)
+            total = tl.dot(mixed.to(weights.dtype), tl.trans(weights), total, input_precision=PRECISION)
     added = tl.load(base + bias + output, mask=written & (output * 0 + bias != ABSENT), other=0.0).to(tl.float32)
     return total + added[None, :]
 
@@ -292,11 +322,10 @@ def _mixed(
     """f32[rows, ranks]: x @ down.T, the sum over the shares of x; zeros where the part is not changed."""
     rank = first_rank + tl.arange(0, RANKS)
     inside = exists[:, None] & (rank < own_rank)[None, :]
-    source = sums + (part.to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
-    total = tl.load(source, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(source + split * (num_rows.to(tl.int64) * (PARTS * WIDTH)), mask=inside, other=0.0)
-    return total
+    place = (part.to(tl.int64) * num_rows + place)[:, None] * WIDTH + rank[None, :]
+    split = tl.arange(0, SHARES)
+    source = sums + (split * (num_rows.to(tl.int64) * (PARTS * WIDTH)))[:, None, None] + place[None]
+    return tl.sum(tl.load(source, mask=inside[None] & (split < SPLITS)[:, None, None], other=0.0), axis=0)
 
 
 def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Tensor:
@@ -304,7 +333,8 @@ def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Te
     num_rows, num_tiles, parts = x.shape[0], grouped.tiles.shape[1], len(plan.widths)
     splits = triton.cdiv(plan.depth, plan.share)
     sums = torch.empty((splits, parts, num_rows, grouped.width), dtype=torch.float32, device=x.device)
-    _shrink_kernel[(num_tiles, parts * (grouped.width // RANKS), splits)](
+    columns = parts * (grouped.width // RANKS)
+    _shrink_kernel[(_side_by_side(num_tiles, columns * splits), columns, splits)](
         x, grouped.base, grouped.table, grouped.order, grouped.tiles, sums, num_rows, num_tiles, x.stride(0),
         plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, BLOCK=plan.block(grouped.rows),
         ROWS=grouped.rows, RANKS=RANKS, WIDTH=grouped.width, PARTS=parts, PRECISION=_precision(x), num_warps=4,
@@ -322,13 +352,18 @@ def expand(
     if activation is not None:
         blocks, kind = blocks // 2, ACTIVATIONS[activation]
         out = torch.empty((num_rows, plan.widths[0]), dtype=y.dtype, device=y.device)
-    _expand_kernel[(num_tiles, blocks)](
+    _expand_kernel[(_side_by_side(num_tiles, blocks), blocks)](
         sums, grouped.base, grouped.table, grouped.order, grouped.tiles, plan.blocks, y, out, num_rows, num_tiles,
         y.stride(0), out.stride(0), plan.first_entry, grouped.table.shape[1], SPLITS=sums.shape[0], ROWS=grouped.rows,
         OUTPUTS=OUTPUTS, RANKS=RANKS, WIDTH=grouped.width, PARTS=len(plan.widths), ACTIVATION=kind,
         ALIGNED=plan.is_aligned, PRECISION=_precision(grouped.base), num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     return out
+
+
+def _side_by_side(num_tiles: int, programs: int) -> int:
+    """Tiles that start at once, with so many programs each; one program takes several tiles in turn."""
+    return max(1, min(num_tiles, PROGRAMS // programs))
 
 
 def _precision(x: torch.Tensor) -> str:

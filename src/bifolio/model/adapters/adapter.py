@@ -13,7 +13,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Adapter, ExpertLowRank, Experts, Linear, LowRank
-from bifolio.model.adapters.delta import Delta, check_delta, scaled
+from bifolio.model.adapters.delta import Delta, check_delta, in_parallel, scaled
 from bifolio.model.adapters.gguf_adapter import read_gguf_adapter
 from bifolio.model.adapters.layout import Side, TracedTensor, traced_layers
 from bifolio.model.adapters.peft_folder import CONFIG, read_peft
@@ -59,7 +59,7 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int = MAX_LORA
         deltas = read_peft(path)
     else:
         raise ModelFileError(f"{path} is no adapter: pass a folder with {CONFIG}, or a .gguf file")
-    deltas = [check_delta(delta, path, max_rank) for delta in deltas]
+    deltas = in_parallel(lambda delta: check_delta(delta, path, max_rank), deltas)
     return AdapterWeights(
         path=path,
         digest=_digest(deltas),
@@ -70,11 +70,16 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int = MAX_LORA
 
 
 def _digest(deltas: Sequence[Delta]) -> bytes:
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"bifolio-adapter")
-    for delta in sorted(deltas, key=lambda delta: delta.name):
-        digest.update(repr((delta.name, delta.down.dtype.name, delta.down.shape, delta.up.shape)).encode())
-        for values in (delta.down, delta.up, delta.bias):
-            digest.update(b"" if values is None else np.ascontiguousarray(values).data)
+    whole = blake2b(digest_size=DIGEST_BYTES, person=b"bifolio-adapter")
+    for part in in_parallel(_digest_of, sorted(deltas, key=lambda delta: delta.name)):
+        whole.update(part)
+    return whole.digest()
+
+
+def _digest_of(delta: Delta) -> bytes:
+    digest = blake2b(repr((delta.name, delta.down.dtype.name, delta.down.shape, delta.up.shape)).encode())
+    for values in (delta.down, delta.up, delta.bias):
+        digest.update(b"" if values is None else np.ascontiguousarray(values).data)
     return digest.digest()
 
 
@@ -160,7 +165,9 @@ def _low_rank(delta: Delta, rows: np.ndarray, column: int) -> LowRank:
         number = int(rows[0]) // up.shape[1]
         down, up, rows = down[number], up[number], rows - number * up.shape[1]
     bias = None if delta.bias is None else np.ascontiguousarray(delta.bias[rows])
-    return LowRank(column, np.ascontiguousarray(down), np.ascontiguousarray(up[rows]), bias)
+    is_range = bool((np.diff(rows) == 1).all())  # then the rows are a part of the file as it is mapped
+    up = up[int(rows[0]) : int(rows[-1]) + 1] if is_range else up[rows]
+    return LowRank(column, np.ascontiguousarray(down), np.ascontiguousarray(up), bias)
 
 
 def _resolved(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,14 @@ from numpy.typing import NDArray
 from bifolio.errors import ModelFileError
 
 Matrix = NDArray[Any]  # f32 or f16
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results in the order of the items; numpy and hashing release the interpreter lock."""
+    with ThreadPoolExecutor(thread_name_prefix="bifolio-adapter") as pool:
+        return list(pool.map(function, items))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.adapters.delta import Delta, Matrix
+from bifolio.model.adapters.delta import Delta, Matrix, in_parallel
 from bifolio.model.huggingface.hf_loader import read_json
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import open_safetensors
@@ -137,7 +137,8 @@ def read_peft(folder: Path) -> list[Delta]:
         own[kind] = tensors[name]
     if not modules:
         raise ModelFileError(f"{path} holds no tensor: save the adapter again")
-    return [delta for module, own in modules.items() for delta in _deltas(config, module, own)]
+    deltas = in_parallel(lambda item: list(_deltas(config, *item)), modules.items())
+    return [delta for each in deltas for delta in each]
 
 
 def _deltas(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor]) -> Iterator[Delta]:
