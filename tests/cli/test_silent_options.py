@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bifolio.cli import commands, gguf
+from bifolio.cli import commands, gguf, output_files
 from bifolio.cli.main import build_app
 from bifolio.cli.option_values import NO_VARIABLE, OF_TESTS, VARIABLES
 from bifolio.cli.options import Adapters, BatchEngine
@@ -92,6 +92,8 @@ def other_value(kind: Any, written: commands.Parameter, default: Any) -> str:
         return str(min(number, written.max) if written.max is not None else number)
     if written.read is gguf.assignment:
         return "key=probe"
+    if written.read is output_files.output_folder:
+        return "/tmp/probe-of-a-folder"
     return "/tmp/probe-of-an-option.png" if written.read is not None or inner is Path else "probe"
 
 

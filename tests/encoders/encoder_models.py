@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from helpers import fresh_folder
 
@@ -102,7 +103,12 @@ def encoder_model(name: str, head: str = "", **overrides: Any) -> tuple[Any, Pat
 
     row = ENCODERS[name]
     torch.manual_seed(3)
+    if not hasattr(transformers, row.config):
+        pytest.skip(f"this version of transformers knows no {name}")
     config = getattr(transformers, row.config)(**{**SIZES, **row.fields, **overrides})
+    written = config.to_dict()
+    if any(written[key] != value for key, value in row.fields.items() if key == "sliding_window"):
+        pytest.skip("this version of transformers writes another window than it reads")
     kind = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
     model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():  # norms and biases begin as ones and zeros: a forgotten one must be visible

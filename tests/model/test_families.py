@@ -45,7 +45,7 @@ FAMILY = Family(
     hf_class="PaperclipForCausalLM",
     network={"embedding_scale": 2.0},
     hf_names=replace(HF_LLAMA, down="mlp.shrink"),
-    gguf_architectures=("clip",),
+    gguf_architectures=("fastener",),
     gguf_names=replace(GGUF_LLAMA, down="ffn_shrink"),
     gguf_interleaved=True,
 )
@@ -113,8 +113,10 @@ def open_tensors(folder: Path) -> dict[str, np.ndarray]:
 def test_a_made_up_family_is_named_for_similar_names(paperclip: None) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'paperclips' is not .*similar: paperclip, paperclip_text; docs"):
         family_of_hf("paperclips")
-    with pytest.raises(UnsupportedModelError, match=r"m\.gguf: the architecture 'clipp' is not .*similar: clip; docs"):
-        family_of_gguf("clipp", "m.gguf")
+    with pytest.raises(
+        UnsupportedModelError, match=r"m\.gguf: the architecture 'fastner' is not .*similar: fastener; docs"
+    ):
+        family_of_gguf("fastner", "m.gguf")
 
 
 def test_unknown_names_are_refused_with_the_nearest_ones_and_the_place_of_the_list(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ FAMILY_FILES = ("model/families/", "model/vision/families/", "model/encoders/", 
 def test_a_family_touches_no_other_file() -> None:
     """No string outside the files of families is the name of a family, of its folders or of its GGUF files."""
     names = architecture_names()
-    named_like_models = {"model/gguf/pretokenizers.py", "measure/random_models.py"}
+    named_like_models = {"model/gguf/pretokenizers.py", "model/gguf/projector.py", "measure/random_models.py"}
     found = [
         f"{path}:{node.lineno}: {node.value}"
         for path, tree in source_trees().items()

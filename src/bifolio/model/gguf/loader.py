@@ -12,7 +12,7 @@ from bifolio.model.description import read_network
 from bifolio.model.families import Family, family_of, family_of_gguf
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.header import Header
-from bifolio.model.gguf.projector import ARCHITECTURE, projector_beside, with_projector
+from bifolio.model.gguf.projector import is_projector, projector_beside, with_projector
 from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.gguf.sampling import generation_config_from
 from bifolio.model.gguf.split import open_whole_gguf
@@ -33,7 +33,7 @@ def open_gguf_model(path: str | Path, mmproj: str | Path | None = None) -> Model
     `mmproj`: the file of the tower; by default the one beside the model, if there is one that fits.
     """
     file = open_whole_gguf(path)
-    if file.metadata.get("general.architecture") == ARCHITECTURE:
+    if is_projector(file):
         raise ModelFileError(f"{path} is the tower of a model: pass the file of the text model, and this one as mmproj")
     opened, metadata = model_of_gguf(file), Metadata(file.metadata, file.path)
     tower = projector_beside(opened, metadata) if mmproj is None else Path(mmproj).expanduser()

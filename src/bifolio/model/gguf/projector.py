@@ -67,10 +67,15 @@ class Projector:
     changed: Callable[[Tensors, Metadata], Tensors]
 
 
+def is_projector(file: GgufFile) -> bool:
+    """Whether a file holds a tower instead of a model."""
+    return bool(file.metadata.get("general.architecture") == ARCHITECTURE)
+
+
 def read_projector(file: GgufFile, text: ModelFile, metadata: Metadata) -> tuple[Vision, TowerTensors]:
     """How a text model takes images with this projector, and the tensors of the tower."""
     own = Metadata(file.metadata, file.path)
-    if own.architecture != ARCHITECTURE:
+    if not is_projector(file):
         raise ModelFileError(f"{file.path} holds no projector but a model of type {own.architecture}: pass its mmproj")
     key = next((key for key in ("clip.vision.projector_type", "clip.projector_type") if own.has(key)), None)
     kind = own.text(key or "clip.projector_type")
