@@ -155,6 +155,31 @@ def test_adapters_by_number_and_scale(changing: RunningServer) -> None:
     assert "no adapter has the id 99" in refused["message"]
 
 
+def test_scales_for_all_requests_that_name_no_adapter(changing: RunningServer, server: RunningServer) -> None:
+    for seed in (1, 2):
+        change(changing, "load", lora_name=f"n{seed}", lora_path=str(adapter(seed)), load_inplace=True)
+    plain, admin = text(changing, None), {"authorization": f"Bearer {KEY}"}
+    with changing.http() as http:
+        ids = {row["name"]: row["id"] for row in http.get("/lora-adapters").json()}
+        first = http.post("/lora-adapters", json=[{"id": ids["n1"], "scale": 1.0}], headers=admin).json()
+        assert {row["name"]: row["scale"] for row in first if row["scale"]} == {"n1": 1.0}
+        assert text(changing, None) == text(changing, "tiny") == text(changing, "n1") != plain
+        assert text(changing, "n2") != text(changing, "n1")  # a request that names an adapter has that one
+        own = http.post("/completion", json={"prompt": "Once upon", "n_predict": 10, "temperature": 0, "lora": []})
+        assert own.json()["content"] == plain
+        http.post("/lora-adapters", json=[{"id": ids["n2"], "scale": 0.5}], headers=admin)
+        assert text(changing, None) not in (plain, text(changing, "n1"))
+        change(changing, "unload", lora_name="n2")
+        assert text(changing, None) == plain
+        unknown = http.post("/lora-adapters", json=[{"id": 99}], headers=admin)
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "lora")
+        assert http.post("/lora-adapters", json=[]).status_code == 401
+        assert http.post("/lora-adapters", json=[], headers=admin).status_code == 200
+    with server.http() as http:
+        assert http.post("/lora-adapters", json=[]).status_code == 403
+        assert http.get("/lora-adapters").status_code == 200
+
+
 def test_changes_need_the_admin_key(changing: RunningServer, server: RunningServer) -> None:
     body = {"lora_name": "new", "lora_path": str(adapter(1))}
     assert change(changing, "load", 401, key="another-key-of-some-length", **body)["error"]["code"] == "invalid_api_key"

@@ -142,6 +142,10 @@ class EngineClient(Protocol):
         """Load an adapter, or forget its name where there is no path; other requests go on."""
         ...
 
+    async def scale_adapters(self, scales: dict[str, float]) -> None:
+        """Set the factors of the adapters in requests that name none; those of others are 0."""
+        ...
+
     async def branch(self, call: BranchCall) -> BranchReply:
         """Run a verb on a branch; its id is set here."""
         ...

@@ -174,12 +174,16 @@ class Recall(msgspec.Struct, tag="recall", omit_defaults=True):
 
 
 class Adapt(msgspec.Struct, tag="adapt"):
-    """Load an adapter from a path, or forget its name where there is none; the answer is an `AdapterList`."""
+    """Load an adapter from a path, or forget its name where there is none; the answer is an `AdapterList`.
+
+    With `scales` nothing is loaded: they are the factors of the adapters of all requests that name none.
+    """
 
     id: str
     name: str
     path: str = ""
     in_place: bool = False  # the name may be known: its adapter is replaced
+    scales: dict[str, float] | None = None
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -198,6 +202,7 @@ class AdapterInfo(msgspec.Struct, array_like=True):
     number: int  # order of the first load, from 1 on
     path: str
     is_loaded: bool = True  # else it is read when it is used
+    scale: float = 0.0  # its factor in requests that name no adapter
 
 
 class Hello(msgspec.Struct, tag="hello"):

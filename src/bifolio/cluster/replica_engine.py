@@ -90,6 +90,10 @@ class ReplicaEngine:
         message = "adapters of several replicas are those they began with: restart with other --lora-modules"
         raise EngineFaultError(FaultKind.INVALID_REQUEST, message)
 
+    async def scale_adapters(self, scales: dict[str, float]) -> None:
+        message = "several replicas have no common scales of adapters: pass `lora` in each request"
+        raise EngineFaultError(FaultKind.INVALID_REQUEST, message)
+
     def health(self) -> Health:
         if self._is_closed:
             state = EngineState.CLOSED

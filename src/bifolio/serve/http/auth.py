@@ -16,7 +16,9 @@ from bifolio.handshakes import network_of
 from bifolio.serve.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
-ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # need an admin key
+ADMIN_PATHS = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"}
+)  # a POST to them needs an admin key
 PLAIN_KEY_PATHS = (b"/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
 SECRET_BYTES = 32
@@ -166,7 +168,7 @@ class Guard:
         if scope["type"] != "http":  # no websockets here
             await send({"type": "websocket.close", "code": 1008})
             return
-        is_admin = scope["path"] in ADMIN_PATHS
+        is_admin = scope["path"] in ADMIN_PATHS and scope["method"] == "POST"
         keys = self._admin_keys if is_admin and self._admin_keys else self._keys
         tenant = keys.tenant_of(scope["path"].encode(), scope["headers"])
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):

@@ -203,6 +203,10 @@ class ServerContext:
             param="model",
         )
 
+    def scaled_adapters(self) -> list[tuple[str, float]]:
+        """The adapters, with factors, of requests that name none (`POST /lora-adapters`)."""
+        return [(each.name, each.scale) for each in self.engine.adapters if each.scale]
+
 
 def public_name(reference: str | Path | None, given: str | None) -> str:
     """The model's name in the API: `given`, or the name of its file or folder."""

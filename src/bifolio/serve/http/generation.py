@@ -90,7 +90,7 @@ class Job:
             stream_options.interval_ms / 1000,
             transfer_params=request.kv_transfer_params,
             model=request.model or context.name,
-            adapters=context.adapters_of(request.model),
+            adapters=context.adapters_of(request.model) or context.scaled_adapters(),
             wants_receipt=wanted_receipt(request, len(prompts)),
             session=session_of(request, len(prompts)),
         )

@@ -20,13 +20,17 @@ class AdapterLoader:
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
         self._thread = FairThread("bifolio-adapters")
+        self._scales: dict[str, float] = {}  # of requests that name no adapter
         self._waiting: set[str] = set()  # ids of requests whose adapters are read
 
     def close(self) -> None:
         self._thread.close()
 
     def known(self) -> list[m.AdapterInfo]:
-        return [m.AdapterInfo(each.name, each.number, each.path, each.loaded is not None) for each in self._store.all()]
+        return [
+            m.AdapterInfo(each.name, each.number, each.path, each.loaded is not None, self._scales.get(each.name, 0.0))
+            for each in self._store.all()
+        ]
 
     def find(self, message: m.Start, found: Found, failed: Failed) -> None:
         """Call `found` with the sum of the request's adapters, or `failed`; from this thread or from another."""
@@ -44,14 +48,17 @@ class AdapterLoader:
         self._waiting.difference_update(request_ids)
 
     def change(self, message: m.Adapt, send: Callable[[m.FromEngine], None]) -> None:
-        """Load or forget an adapter, and send the names that are known then, or the reason why not."""
+        """Load, forget or scale adapters, and send the names that are known then, or the reason why not."""
 
         def work() -> None:
             try:
-                if message.path:
+                if message.scales is not None:
+                    self._scales = message.scales
+                elif message.path:
                     self._store.load(message.name, message.path, in_place=message.in_place)
                 else:
                     self._store.unload(message.name)
+                    self._scales.pop(message.name, None)
             except (BifolioError, OSError, MemoryError) as error:
                 send(m.Refused(message.id, FaultKind.INVALID_REQUEST, str(error) or type(error).__name__))
             else:

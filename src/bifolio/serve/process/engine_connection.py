@@ -257,6 +257,11 @@ class EngineConnection:
         request_id = self.new_id()
         await self._ask(request_id, m.Adapt(request_id, name, path, in_place))
 
+    async def scale_adapters(self, scales: dict[str, float]) -> None:
+        """Set the factors of the adapters in requests that name none; those of others are 0."""
+        request_id = self.new_id()
+        await self._ask(request_id, m.Adapt(request_id, "", scales=scales))
+
     async def branch(self, call: m.BranchCall) -> m.BranchReply:
         """Run a verb on a branch; its id is set here."""
         call = msgspec.structs.replace(call, id=self.new_id())

@@ -20,6 +20,7 @@ from bifolio.serve.http.images import media_prompt
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.sampling import request_defaults
 from bifolio.serve.protocols import openai_types as p
+from bifolio.serve.protocols.adapters import named, names_by_id
 from bifolio.serve.protocols.common import RouteRow, given, refuse_others
 from bifolio.serve.protocols.completions import CompletionCall
 from bifolio.serve.protocols.completions import prepare as prepare_completion
@@ -210,11 +211,8 @@ def set_adapters(context: ServerContext, request: LlamaCppRequest, job: Job) -> 
     """The adapters that a request names by their numbers."""
     if request.lora is None:
         return
-    names = {each.number - 1: each.name for each in context.engine.adapters}
-    for each in request.lora:
-        if each.id not in names:
-            raise bad_request(f"no adapter has the id {each.id}: GET /lora-adapters lists them", "lora")
-    job.adapters = [(names[each.id], each.scale) for each in request.lora]
+    names = names_by_id(context)
+    job.adapters = [(named(names, each), each.scale) for each in request.lora]
 
 
 def check_supported(request: LlamaCppRequest) -> None:

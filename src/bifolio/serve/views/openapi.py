@@ -14,7 +14,7 @@ from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols import rollout_types as t
 from bifolio.serve.protocols import sessions as se
 from bifolio.serve.protocols import snapshot_types as sn
-from bifolio.serve.protocols.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from bifolio.serve.protocols.adapters import LoadAdapterRequest, ScaledAdapters, UnloadAdapterRequest
 from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
 from bifolio.serve.protocols.ignored import describe
 from bifolio.serve.protocols.llama_cpp_types import InfillRequest, LlamaCppRequest
@@ -122,6 +122,7 @@ PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/props", "get", "Properties of the server (llama.cpp)", None),
     ("/slots", "get", "Slots (llama.cpp)", None),
     ("/lora-adapters", "get", "Adapters by number (llama.cpp)", None),
+    ("/lora-adapters", "post", "Scale adapters for all requests; needs an admin key (llama.cpp)", ScaledAdapters),
     ("/v1/load_lora_adapter", "post", "Load an adapter; needs an admin key (vLLM)", LoadAdapterRequest),
     ("/v1/unload_lora_adapter", "post", "Forget an adapter; needs an admin key (vLLM)", UnloadAdapterRequest),
 )
