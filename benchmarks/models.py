@@ -3,6 +3,7 @@
 S-q4_0          the shape S in a GGUF file of this format       S-q4_0.gguf
 llama-1b        a shape in a folder in bf16                     llama-1b/
 T-awq           the shape T in a quantised folder               T-awq/
+llama-1b-lora   a shape in a folder in bf16, with 64 adapters   llama-1b-lora/
 smollm2-q4_k_m  a real model, converted by the product's writer from the file that is there
 gemma-270m      a real file                                     gemma-3-270m.Q4_K_M.gguf
 stories         an embedded model
@@ -26,6 +27,7 @@ FILES = {
 CONVERTED = {"smollm2": "smollm2-q4_1"}  # written from this file in the format that the name ends with
 EMBEDDED = ("stories", "stories-draft")
 QUANTISED = ("fp8", "awq", "gptq")
+ADAPTED, ADAPTERS = "lora", 64  # a format of names: folders with so many low-rank adapters
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,12 @@ class ModelStore:
         if config is None:
             raise ConfigError(f"there is no model {name!r}: `python -m benchmarks list` names those of all rows")
         config = tiny(config) if self.tiny else config
-        if format in QUANTISED:
+        if format == ADAPTED:
+            from benchmarks.random_adapters import FOLDER, write_adapters
+
+            write_model(path, config, "bf16")
+            write_adapters(path / FOLDER, config, ADAPTERS)
+        elif format in QUANTISED:
             from benchmarks.quantised_folders import write_quantised
 
             write_quantised(path, config, format)
@@ -83,11 +90,11 @@ def split_name(name: str) -> tuple[str, str]:
     from bifolio.model.gguf.mixes import MIXES
 
     shape, _, format = name.rpartition("-")
-    known = format in (*MIXES, "q4_k", *LOW_BITS, *QUANTISED)
+    known = format in (*MIXES, "q4_k", *LOW_BITS, *QUANTISED, ADAPTED)
     return (shape, format) if shape and known else (name, "bf16")
 
 
 def file_name(name: str) -> str:
     _, format = split_name(name)
-    is_file = name != split_name(name)[0] and format not in QUANTISED
+    is_file = name != split_name(name)[0] and format not in (*QUANTISED, ADAPTED)
     return f"{name}.gguf" if is_file or name in FILES else name

@@ -91,6 +91,11 @@ SUITES: dict[str, list[Row]] = {
     "gpu-shared": rows_of(
         ("llama-1b", "llama-8b"), ("decode64", "prefix64", "prompts16", "n8x16", "grammar256", "beams8"), BESIDE_VLLM
     ),
+    "gpu-adapters": rows_of(
+        ("qwen3-1.7b-lora", "llama-8b-lora"),
+        ("step1", "step1_a1", "step64", "step64_a1", "step64_a8", "step64_a64", "greedy256", "adapters256"),
+        BESIDE_VLLM,
+    ),
     "gpu-served": rows_of(("llama-1b",), ("streams256",), "bifolio,bifolio-http[front_ends=2,clients=4]"),
     "gpu-start": rows_of(DENSE, ("start_cold", "start"), BESIDE_VLLM),
 }  # fmt: skip

@@ -160,17 +160,24 @@ class Decode(Workload):
     new: int = 64
     repeats: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    adapters: int = 0  # different low-rank ones, of the sequences in turn
 
     def run(self, trial: Trial) -> float:
         trial.engine.reserve(self.count, self.context + self.new + 1)
         prompts = [trial.tokens(self.context) for _ in range(self.count)]
-        trial.timed([Ask(prompt, 1) for prompt in prompts])
+        trial.timed(self._asks(prompts, 1))
         return median([self._once(trial, prompts) for _ in range(self.repeats)])
+
+    def _asks(self, prompts: list[list[int]], new: int) -> list[Ask]:
+        return [
+            Ask(prompt, new, self.options | ({"adapter": number % self.adapters} if self.adapters else {}))
+            for number, prompt in enumerate(prompts)
+        ]
 
     def _once(self, trial: Trial, prompts: list[list[int]]) -> float:
         for _ in range(ATTEMPTS):
-            one, _ = trial.timed([Ask(prompt, 1, self.options) for prompt in prompts])
-            many, done = trial.timed([Ask(prompt, 1 + self.new, self.options) for prompt in prompts])
+            one, _ = trial.timed(self._asks(prompts, 1))
+            many, done = trial.timed(self._asks(prompts, 1 + self.new))
             if many > one:
                 break
         else:

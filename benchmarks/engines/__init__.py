@@ -21,8 +21,8 @@ class Unsupported(Exception):  # noqa: N818  # an answer, not a failure: the tab
 class Ask:
     """One request: greedy and of exactly `max_tokens` tokens unless the options say otherwise.
 
-    Options are those of `SamplingParams` (temperature, top_p, n, logprobs, ...), and `schema` (JSON that follows it) or
-    `beams` (a beam search of this width).
+    Options are those of `SamplingParams` (temperature, top_p, n, logprobs, ...), and `schema` (JSON that follows it),
+    `beams` (a beam search of this width) or `adapter` (the number of one of the folder's low-rank adapters).
     """
 
     prompt: list[int]
@@ -47,6 +47,11 @@ class Done:
 
 
 Call = Callable[[], Done]
+
+
+def adapters_of(model: Path) -> list[Path]:
+    """The low-rank adapters beside the weights of a folder, by number."""
+    return sorted((model / "adapters").glob("a*"), key=lambda path: int(path.name[1:]))
 
 
 @dataclass(frozen=True)

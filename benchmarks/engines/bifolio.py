@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.engines import Ask, Call, Done, Opening
+from benchmarks.engines import Ask, Call, Done, Opening, adapters_of
 
 
 def llm_options(opening: Opening) -> dict[str, Any]:
     options: dict[str, Any] = {"device": opening.device, **opening.options}
     if opening.threads is not None:
         options.setdefault("threads", opening.threads)
+    if adapters := adapters_of(opening.model):
+        options["lora_modules"] = {path.name: str(path) for path in adapters}
+        options.setdefault("max_loras", len(adapters))
     return options
 
 
@@ -31,7 +34,8 @@ class Offline:
             searches = [beam_params(ask) for ask in asks]
             return lambda: done(self.llm.beam_search(prompts, searches, use_tqdm=False))
         params = [sampling_params(ask) for ask in asks]
-        return lambda: done(self.llm.generate(prompts, params, use_tqdm=False))
+        own = [adapter_name(ask) for ask in asks]
+        return lambda: done(self.llm.generate(prompts, params, lora_request=own, use_tqdm=False))
 
     def reserve(self, sequences: int, length: int) -> None:
         """Sizes are the engine's own defaults."""
@@ -71,10 +75,15 @@ class Async(Offline):
         self._loop.close()
 
 
+def adapter_name(ask: Ask) -> str | None:
+    return None if ask.options.get("adapter") is None else f"a{ask.options['adapter']}"
+
+
 def sampling_params(ask: Ask) -> Any:
     from bifolio import Grammar, SamplingParams
 
     options = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True, "detokenize": False, **ask.options}
+    options.pop("adapter", None)
     schema = options.pop("schema", None)
     if schema is not None:
         options["grammar"] = Grammar.json_schema(schema)

@@ -10,7 +10,6 @@ ratios of each round to the base in it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.random_adapters import write_adapters
 from bifolio import LLM, SamplingParams
-from bifolio.model.adapters.layout import traced_layers
-from bifolio.model.huggingface.safetensors_file import write_safetensors
 
 PROMPT = 32  # tokens
 WORKLOADS = {  # sequences, different adapters
@@ -30,24 +28,6 @@ WORKLOADS = {  # sequences, different adapters
     "16 sequences, 1 adapter": (16, 1),
     "16 sequences, 16 adapters": (16, 16),
 }
-
-
-def write_adapter(llm: LLM, folder: Path, rank: int, seed: int) -> Path:
-    """A random adapter of every matrix of attention and of the MLPs."""
-    rng, tensors, modules = np.random.default_rng(seed), {}, set()
-    for layer in traced_layers(llm.model.config, "hf"):
-        for linear in (layer.qkv, layer.output, layer.up, layer.down):
-            for part in linear.parts:
-                module = part.name.removesuffix(".weight")
-                modules.add(module.rpartition(".")[2])
-                for side, shape in (("A", (rank, part.shape[1])), ("B", (part.shape[0], rank))):
-                    values = rng.standard_normal(shape).astype(np.float32) * np.float32(0.01)
-                    tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
-    folder.mkdir()
-    write_safetensors(folder / "adapter_model.safetensors", tensors)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def step_seconds(llm: LLM, sequences: int, adapters: int, tokens: int) -> float:
@@ -78,8 +58,7 @@ def main() -> None:
     options = {"max_model_len": 256, "threads": args.threads, "enable_prefix_caching": False, "device": "cpu"}
     found: dict[str, list[float]] = {name: [] for name in WORKLOADS}
     with LLM(args.model, **options) as llm, tempfile.TemporaryDirectory() as folder:
-        for number in range(16):
-            path = write_adapter(llm, Path(folder) / f"a{number}", args.rank, number)
+        for number, path in enumerate(write_adapters(Path(folder), llm.model.config, 16, args.rank)):
             started = time.perf_counter()
             adapter = llm.engine.adapters.load(f"a{number}", path)
             loading = (time.perf_counter() - started) * 1e3

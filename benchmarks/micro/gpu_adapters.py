@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.random_adapters import write_adapters
 from benchmarks.shapes import SHAPES, tiny
 from bifolio import LLM, SamplingParams
 from bifolio.config import ModelConfig
 from bifolio.engine.adapters import LoadedAdapter
 from bifolio.model.adapters.adapter import AdapterWeights, read_adapter
-from bifolio.model.adapters.layout import traced_layers
 from bifolio.model.families import family_of
-from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import assemble
 
@@ -50,24 +49,6 @@ def random_model(config: ModelConfig, device: str) -> LoadedModel:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float32, device=device)
 
     return LoadedModel(Path("random"), config, weights=assemble(config, family_of(config).hf_names, matrix, vector))
-
-
-def write_adapter(config: ModelConfig, folder: Path, rank: int) -> Path:
-    """A random adapter of every matrix of attention and of the MLPs, in half floats."""
-    rng, tensors, modules = np.random.default_rng(0), {}, set()
-    for layer in traced_layers(config, "hf"):
-        for linear in (layer.qkv, layer.output, layer.up, layer.down):
-            for part in linear.parts:
-                module = part.name.removesuffix(".weight")
-                modules.add(module.rpartition(".")[2])
-                for side, shape in (("A", (rank, part.shape[1])), ("B", (part.shape[0], rank))):
-                    values = (rng.random(shape, dtype=np.float32) - 0.5) * np.float32(0.02)
-                    tensors[f"base_model.model.{module}.lora_{side}.weight"] = values.astype(np.float16)
-    folder.mkdir()
-    write_safetensors(folder / "adapter_model.safetensors", tensors)
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def prepared(llm: LLM, weights: AdapterWeights, count: int) -> list[LoadedAdapter]:
@@ -143,7 +124,7 @@ def main() -> None:
     workloads = [each for each in WORKLOADS if each[1] <= args.most]
     with LLM(random_model(config, args.device), **options) as llm, tempfile.TemporaryDirectory() as temporary:
         bare = {count: step_seconds(llm, count, [], args.tokens) for count in (1, 8, 64)}
-        folder = write_adapter(config, Path(temporary) / "adapter", args.rank)
+        (folder,) = write_adapters(Path(temporary), config, 1, args.rank)
         weights = read_adapter(folder, config)
         started = time.perf_counter()
         adapters = prepared(llm, weights, args.most)
