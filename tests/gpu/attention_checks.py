@@ -15,9 +15,11 @@ from check_bench import (
     fill,
     new_context,
     relative_error,
+    rows_of,
     segment_of,
 )
 
+from bifolio.config import KVDtype
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Heads, Norm, Rotation
 from bifolio.kernels.triton.cache import copy_blocks
 
@@ -72,10 +74,14 @@ def decode_checks() -> Iterator[Check]:
         name = f"decode {describe(shape)} block {block_size} lengths {brief(lengths)}"
         error = partial(decode_error, shape=shape, lengths=lengths, block_size=block_size)
         yield Check(name, error, (shape, lengths, block_size) in LARGE_DECODES)
+        if shape.num_kv_heads > 1:
+            yield Check(f"{name}, FP8 cache", partial(error, dtype="fp8"), large=True)
 
 
-def decode_error(bench: Bench, *, shape: AttentionShape, lengths: list[int], block_size: int) -> float:
-    context = new_context(bench, shape, lengths, block_size)
+def decode_error(
+    bench: Bench, *, shape: AttentionShape, lengths: list[int], block_size: int, dtype: KVDtype | None = None
+) -> float:
+    context = new_context(bench, shape, lengths, block_size, dtype)
     fill(bench, context, shape)
     query = bench.normal(len(lengths), shape.num_heads, shape.head_dim)
     ones = [1] * len(lengths)
@@ -91,23 +97,31 @@ def prefill_checks() -> Iterator[Check]:
         name = f"prefill {describe(shape)} block {block_size} {brief(query_lens)} of {brief(lengths)}"
         error = partial(prefill_error, shape=shape, query_lens=query_lens, lengths=lengths, block_size=block_size)
         yield Check(name, error, (shape, query_lens, lengths, block_size) in LARGE_PREFILLS)
+        if shape.num_kv_heads > 1:
+            yield Check(f"{name}, FP8 cache", partial(error, dtype="fp8"), large=True)
 
 
 def prefill_error(
-    bench: Bench, *, shape: AttentionShape, query_lens: list[int], lengths: list[int], block_size: int
+    bench: Bench,
+    *,
+    shape: AttentionShape,
+    query_lens: list[int],
+    lengths: list[int],
+    block_size: int,
+    dtype: KVDtype | None = None,
 ) -> float:
-    context = new_context(bench, shape, lengths, block_size)
+    context = new_context(bench, shape, lengths, block_size, dtype)
     fill(bench, context, shape)
     query = bench.normal(sum(query_lens), shape.num_heads, shape.head_dim)
     segment = segment_of(AttentionPhase.PREFILL, query_lens, lengths, context.tables)
     heads = Heads(query, None, None)
     if segment.fresh:
         index = torch.cat(context.index)
-        heads = Heads(
-            query,
-            context.storage.keys[shape.layer][index // block_size, :, index % block_size],
-            context.storage.values[shape.layer][index // block_size, :, index % block_size],
+        keys, values = (
+            rows_of(array[shape.layer], index, block_size).to(query.dtype)
+            for array in (context.storage.keys, context.storage.values)
         )
+        heads = Heads(query, keys, values)
     result = bench.kernels.attend(heads, shape, (segment,), context.storage)
     return relative_error(result, expected_attention(bench, query, shape, context, query_lens))
 

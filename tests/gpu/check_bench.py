@@ -69,13 +69,14 @@ class Context:
     index: list[torch.Tensor]  # i64[n]  entries of each sequence's tokens
 
 
-def new_context(bench: Bench, shape: AttentionShape, lengths: list[int], block_size: int) -> Context:
+def new_context(
+    bench: Bench, shape: AttentionShape, lengths: list[int], block_size: int, dtype: KVDtype | None = None
+) -> Context:
     """A cache in which these sequences lie in blocks of random order; everything else in it is NaN."""
     names: dict[torch.dtype, KVDtype] = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
     counts = [-(-length // block_size) for length in lengths]
-    layout = CacheLayout(
-        shape.layer + 1, sum(counts) + 3, block_size, shape.num_kv_heads, shape.head_dim, names[bench.dtype], True
-    )
+    dtype = dtype or names[bench.dtype]
+    layout = CacheLayout(shape.layer + 1, sum(counts) + 3, block_size, shape.num_kv_heads, shape.head_dim, dtype, True)
     storage = KVStorage(layout, device=bench.device, backend="torch")
     order = 1 + np.random.default_rng(sum(lengths)).permutation(sum(counts) + 2)
     tables = np.zeros((len(lengths), max(counts) + 2), dtype=np.int32)
@@ -96,6 +97,12 @@ def fill(bench: Bench, context: Context, shape: AttentionShape) -> None:
         context.storage.write(shape.layer, index, bench.normal(*size), bench.normal(*size))
 
 
+def rows_of(array: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[tokens, kv_heads, dim] of a cache; torch indexes the bytes of FP8."""
+    cells = array.view(torch.uint8) if array.dtype == torch.float8_e4m3fn else array
+    return cells[index // block_size, :, index % block_size].view(array.dtype)
+
+
 def expected_attention(
     bench: Bench, query: torch.Tensor, shape: AttentionShape, context: Context, query_lens: list[int]
 ) -> torch.Tensor:
@@ -104,7 +111,7 @@ def expected_attention(
     for index, count in zip(context.index, query_lens, strict=True):
         size = context.storage.block_size
         keys, values = (
-            array[index // size, :, index % size].float()
+            rows_of(array, index, size).float()
             for array in (context.storage.keys[shape.layer], context.storage.values[shape.layer])
         )
         part = query[start : start + count].float()

@@ -119,6 +119,7 @@ def new_engine(gpu_kernels: MakeKernels) -> Callable[..., Any]:
 
         options.pop("kernels", None)
         kernels = gpu_kernels(dtype, deterministic=deterministic)
-        return built_engine(kernels=kernels, cache_dtype=dtype, **options)  # type: ignore[arg-type]
+        options.setdefault("cache_dtype", dtype)
+        return built_engine(kernels=kernels, **options)
 
     return make

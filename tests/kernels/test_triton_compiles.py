@@ -26,6 +26,7 @@ from bifolio.kernels.triton import (
     gemm_small_m,
     gemm_tuning,
     gemv,
+    long_attention,
     lookup,
     norm,
     prefill,
@@ -57,6 +58,8 @@ INTEGERS = {
     "num_outputs",
     "vocab",
     "num_chunks",
+    "num_tokens",
+    "context",
 }
 FLOATS = {"scale", "eps"}
 WIDE = {
@@ -222,6 +225,11 @@ for group in (128, 4096):  # columns of an FP8 weight that share a scale; all of
     CASES[f"some rows FP8 {group}"] = (
         gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group, "X_SCALED": True}, 4,
     )  # fmt: skip
+for name in ("decode", "decode, shared", "shared", "prefill", "prefill, deterministic", "rope"):
+    CASES[f"{name}, FP8 cache"] = CASES[name]
+CASES["gather, FP8 cache"] = (
+    long_attention._gather_kernel, {"KV_HEADS": 8, "BLOCK_SIZE": 64, "DIM": 128, "DIM_BLOCK": 128, "TOKENS": 64}, 4,
+)  # fmt: skip
 CASES["rows in FP8"] = (
     fp8_rows._round_rows_kernel, {"DEPTH": 14336, "BLOCK": 16384, "LARGEST": 448.0, "SMALLEST": 1e-12}, 16,
 )  # fmt: skip
@@ -233,7 +241,9 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     stored = {0: "*i8", 1: "*u8", 2: "*u8", 3: "*u8"}.get(constants.get("KIND", -1), kind("values"))
     factors = "*u8" if constants.get("KIND") == 3 else "*fp16"
     kinds = {"values": stored, "scales": factors, "minima": factors, "factor": "fp32"}
-    if "FP8" in name:
+    if "FP8 cache" in name:
+        kinds = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
+    elif "FP8" in name:
         kinds = {"values": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32", "weight": "*fp8e4nv"}
         if name.startswith("some"):
             kinds["x"] = "*fp8e4nv"

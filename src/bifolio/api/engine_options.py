@@ -93,7 +93,7 @@ class EngineOptions:
             cache=CacheConfig(
                 sys.maxsize,
                 sizes.block_size,
-                cache_dtype(self.dtype, self.kv_cache_dtype, kernels.kv_dtype),
+                cache_dtype(self.dtype, self.kv_cache_dtype, kernels.kv_dtype, kernels.device),
                 self.enable_prefix_caching,
                 self.poison_free_blocks,
             ),

@@ -22,7 +22,8 @@ WEIGHT_DTYPES = {
     "bf16": "bf16",
 }
 SHORT_NAMES = ("f32", "f16", "bf16", "q8_0")  # older spelling: they named the type of the cache as well
-CACHE_DTYPES = {"float32": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16", "int8": "q8_0"}
+CACHE_DTYPES = {"float32": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16", "int8": "q8_0",
+                "fp8_e4m3": "fp8"}  # fmt: skip
 IGNORED = {
     "trust_remote_code": "bifolio never runs code of a model's repository",
     "enforce_eager": "decode steps on a GPU are always captured as CUDA graphs",
@@ -77,11 +78,14 @@ def weight_quantization(name: Any) -> str | None:
     return None
 
 
-def cache_dtype(dtype: Any, kv_cache_dtype: str, usual: KVDtype) -> KVDtype:
+def cache_dtype(dtype: Any, kv_cache_dtype: str, usual: KVDtype, device: str) -> KVDtype:
     """The type of cached keys and values. `dtype` with one of our short names still sets it, with a warning."""
     name = CACHE_DTYPES.get(kv_cache_dtype, kv_cache_dtype)
-    if name.startswith("fp8"):
-        raise ConfigError(f"the cache cannot be {kv_cache_dtype}: q8_0 is the type with 8 bits")
+    if name.startswith("fp8") and (name != "fp8" or device == "cpu"):
+        own = "q8_0 is the type with 8 bits on a CPU" if device == "cpu" else "fp8 is E4M3"
+        raise ConfigError(f"kv_cache_dtype (--kv-dtype) cannot be {kv_cache_dtype!r}: {own}")
+    if name == "q8_0" and device != "cpu":
+        raise ConfigError("kv_cache_dtype (--kv-dtype) cannot be 'q8_0' on a GPU: fp8 is the type with 8 bits")
     if name != "auto":
         return checked_kv_dtype(name)
     if dtype in SHORT_NAMES:

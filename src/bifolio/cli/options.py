@@ -80,7 +80,9 @@ GpuMemoryUtilization = Annotated[
         advanced=True,
     ),
 ]
-KvDtype = Annotated[str, commands.option("--kv-dtype", help="Format of the KV cache: auto, f32, f16, bf16 or q8_0.")]
+KvDtype = Annotated[
+    str, commands.option("--kv-dtype", help="Format of the KV cache: auto, f32, f16, bf16, q8_0 (CPU) or fp8 (GPU).")
+]
 Dtype = Annotated[
     str,
     commands.option(

@@ -7,7 +7,7 @@ from typing import Literal, cast, get_args
 
 from bifolio.errors import ConfigError
 
-KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
+KVDtype = Literal["f32", "f16", "bf16", "fp8", "q8_0"]
 
 
 def checked_kv_dtype(name: str) -> KVDtype:

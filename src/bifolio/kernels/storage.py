@@ -25,10 +25,13 @@ from bifolio.kernels.block_copies import BlockCopies
 from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
 Array = Any  # numpy.ndarray or torch.Tensor: only indexing that both support is used here
-_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}
-_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.uint8}
+_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "q8_0": 1}
+_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {
+    "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8": np.uint8, "q8_0": np.uint8
+}  # fmt: skip
 Q8_BLOCK = 32  # values that share a scale in a q8_0 cache
 Q8_POISON = 0xFF  # a row of these bytes has NaN scales
+FP8_NAN, FP8_LARGEST = 0x7F, 448.0  # of E4M3
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,8 @@ class KVStorage:
     """All keys and values of one model, in blocks.
 
     With the numpy backend, bf16 is held as uint16 and converted exactly (round to nearest even) at write and gather;
-    q8_0 is held as rows of bytes (`encode_q8_rows`), so that the last dimension is the bytes of a row. Memory is
+    q8_0 is held as rows of bytes (`encode_q8_rows`), so that the last dimension is the bytes of a row. fp8 is E4M3 on a
+    GPU, where larger numbers than 448 become 448. Memory is
     allocated lazily on the CPU: an unused block takes none. Block 0, the padding block, is never poisoned, since
     padding may read it.
     """
@@ -160,6 +164,8 @@ class KVStorage:
                 f"a q8_0 cache needs the CPU kernels and a head dimension that is a multiple of {Q8_BLOCK}, "
                 f"not {', '.join(map(str, sorted(sizes)))} on {backend}: use f16"
             )
+        if layout.dtype == "fp8" and backend == "numpy":
+            raise ConfigError("an fp8 cache needs a GPU: use q8_0 on a CPU")
         self.layout = layout
         self.num_layers, self.num_blocks, self.block_size = layout.num_layers, layout.num_blocks, layout.block_size
         self.num_kv_heads, self.head_dim, self.dtype = layout.num_kv_heads, layout.head_dim, layout.dtype
@@ -184,6 +190,11 @@ class KVStorage:
         """Bytes of the whole pool when every block and every state is touched."""
         return self.num_blocks * self.layout.bytes_per_block + self.layout.num_states * self.layout.bytes_per_state
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether stored numbers have fewer bits than new ones: then attention reads all of them from here."""
+        return self.dtype == "fp8"
+
     # -- moving data -------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, index: Array, keys: Array, values: Array) -> None:
@@ -194,9 +205,9 @@ class KVStorage:
         values are not stored.
         """
         blocks, offsets = index // self.block_size, index % self.block_size
-        self.keys[layer][blocks, :, offsets] = self._encode(keys)
+        self._cells(self.keys[layer])[blocks, :, offsets] = self._encode(keys)
         if not self.layout.shared_values:
-            self.values[layer][blocks, :, offsets] = self._encode(values)
+            self._cells(self.values[layer])[blocks, :, offsets] = self._encode(values)
 
     def gather(self, layer: int, block_ids: Sequence[int], length: int) -> tuple[Array, Array]:
         """Contiguous copies [length, kv heads, head size] of keys and values; f32 from numpy, else as stored."""
@@ -216,13 +227,13 @@ class KVStorage:
         """Copy whole blocks to u8[n, block bytes] on the device, in the order of `read_block`; torch tensors alone."""
         from bifolio.kernels.torch_copies import pack
 
-        pack(self._arrays(), self.indices(block_ids), packed)
+        pack([self._cells(array) for array in self._arrays()], self.indices(block_ids), packed)
 
     def unpack_blocks(self, block_ids: Sequence[int], packed: Array) -> None:
         """The reverse of `pack_blocks`."""
         from bifolio.kernels.torch_copies import unpack
 
-        unpack(self._arrays(), self.indices(block_ids), packed)
+        unpack([self._cells(array) for array in self._arrays()], self.indices(block_ids), packed)
 
     def new_copies(self, pinned_bytes: int) -> BlockCopies | None:
         """Copies between the device and `pinned_bytes` of host memory; None where the cache is in host memory."""
@@ -248,7 +259,7 @@ class KVStorage:
         if not pairs:
             return
         sources, destinations = self.indices(src for src, _ in pairs), self.indices(dst for _, dst in pairs)
-        for array in self._arrays():
+        for array in map(self._cells, self._arrays()):
             array[destinations] = array[sources]  # the right side is a copy: sources are read first
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
@@ -257,7 +268,9 @@ class KVStorage:
         nan: Any = BF16_NAN if self.backend == "numpy" and self.dtype == "bf16" else float("nan")
         if self.dtype == "q8_0":
             nan = Q8_POISON
-        for array in self._arrays():
+        elif self.dtype == "fp8":
+            nan = FP8_NAN
+        for array in map(self._cells, self._arrays()):
             array[targets] = nan
 
     def poison_state(self, state: int) -> None:
@@ -270,6 +283,10 @@ class KVStorage:
     def _arrays(self) -> list[Array]:
         return self.keys if self.layout.shared_values else [*self.keys, *self.values]
 
+    def _cells(self, array: Array) -> Array:
+        """An array as torch indexes it: FP8 as bytes."""
+        return array.view(_import_torch().uint8) if self.dtype == "fp8" else array
+
     def _state_arrays(self) -> list[Array]:
         return [*self.convolutions, *self.recurrent]
 
@@ -277,7 +294,9 @@ class KVStorage:
         if self.backend == "numpy":
             return np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])
         torch = _import_torch()
-        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+        dtype = {
+            "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn
+        }[self.dtype]  # fmt: skip
         if self.device == "cpu":  # numpy's zeros are lazily mapped pages; torch's are written
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -290,6 +309,8 @@ class KVStorage:
         return _import_torch().zeros(shape, device=self.device)
 
     def _encode(self, data: Array) -> Array:
+        if self.dtype == "fp8":
+            return self._cells(data.clamp(-FP8_LARGEST, FP8_LARGEST).to(self.keys[0].dtype))
         if self.backend == "torch":
             return data.to(self.keys[0].dtype)
         if self.dtype == "q8_0":
@@ -300,7 +321,7 @@ class KVStorage:
         if length > len(block_ids) * self.block_size:
             raise CacheError(f"{length} tokens are requested and {len(block_ids)} blocks hold fewer")
         if self.backend == "torch":
-            blocks = array[self.indices(block_ids)].transpose(1, 2)  # [n, slots, heads, head]
+            blocks = self._cells(array)[self.indices(block_ids)].view(array.dtype).transpose(1, 2)
             return blocks.reshape(-1, array.shape[1], array.shape[-1])[:length]
         blocks = array[self.indices(block_ids)].transpose(0, 2, 1, 3)
         flat = blocks.reshape(-1, array.shape[1], array.shape[-1])[:length]

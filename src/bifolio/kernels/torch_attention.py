@@ -197,7 +197,11 @@ def _attend_paged(
     used = (slots[None, :] < lens[:, None])[:, None, :, None]  # [s, 1, L, 1]
 
     def context(array: torch.Tensor) -> torch.Tensor:
-        gathered = array[tables].transpose(1, 2).flatten(2, 3).to(query.dtype)  # [s, kv_heads, L, dim]
+        if array.dtype == torch.float8_e4m3fn:  # torch indexes its bytes
+            gathered = array.view(torch.uint8)[tables].view(array.dtype)
+        else:
+            gathered = array[tables]
+        gathered = gathered.transpose(1, 2).flatten(2, 3).to(query.dtype)  # [s, kv_heads, L, dim]
         return gathered.masked_fill(~used, 0.0)
 
     num_queries = queries.shape[1]

@@ -41,7 +41,7 @@ from bifolio.kernels.triton.prefill import (
 )
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
-from bifolio.kernels.triton.tiles import prefill_tile
+from bifolio.kernels.triton.tiles import prefill_tile, product_dtype
 
 
 @dataclass(slots=True)
@@ -125,7 +125,8 @@ class Attention:
             return attend_biased(heads, shape, segment, storage)
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
-        if self._deterministic and storage is not None and segment.block_tables is not None:
+        is_cached = storage is not None and segment.block_tables is not None
+        if is_cached and (self._deterministic or (storage is not None and storage.is_rounded)):
             segment = replace(segment, fresh=False)  # chunks also read the cache
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
@@ -205,7 +206,8 @@ class Attention:
         if not self._deterministic:
             return tile_rows(dtype, shape, segment.max_query_len)
         cached = None if storage is None or segment.block_tables is None else storage.keys[shape.layer]
-        return fixed_rows(dtype if cached is None else cached.dtype, shape, segment.max_query_len)
+        dtype = dtype if cached is None else product_dtype(dtype, cached.dtype)
+        return fixed_rows(dtype, shape, segment.max_query_len)
 
     def _decode(
         self,
@@ -232,7 +234,7 @@ class Attention:
             shared_attention(query, shape, storage, tables, staged.table_rows, shared)
         fixed = {}
         if self._deterministic:
-            dtype = storage.keys[shape.layer].dtype
+            dtype = product_dtype(query.dtype, storage.keys[shape.layer].dtype)
             rows = max(fixed_rows(dtype, shape, 1), triton.next_power_of_2(shape.num_heads // shape.num_kv_heads))
             fixed = {"fixed_rows": rows, "warps": 4, "tile": prefill_tile(shape.head_dim, dtype)}
         return decode_attention(

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import Array, AttentionShape, Heads, Rotation, Storage
-from bifolio.kernels.storage import KVStorage
+from bifolio.kernels.storage import FP8_LARGEST, KVStorage
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
 PACKED_WORDS = 2048  # that one program copies
+LARGEST = tl.constexpr(FP8_LARGEST)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "cos", "sin"])
@@ -110,6 +111,8 @@ def _rope_write_kernel(
         kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
         place = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head[:, None]) * BLOCK_SIZE + slot % BLOCK_SIZE
         place = place * DIM + dim[None, :]
+        if keys.dtype.element_ty == tl.float8e4nv:
+            x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))  # NaN stays
         tl.store(keys + place, x.to(keys.dtype.element_ty), mask=exists & is_turned & (is_query == 0))
         if not SHARED:
             tl.store(values + place, x.to(values.dtype.element_ty), mask=exists & (is_turned == 0))

@@ -18,7 +18,15 @@ from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.merge import merge_parts, with_sinks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token, first_visible
-from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import (
+    LARGE_HEAD,
+    TILE,
+    in_product_type,
+    mix_tile,
+    product_dtype,
+    read_tile,
+    score_constants,
+)
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
@@ -167,7 +175,7 @@ def _attend_piece(
         head = kv_head * GROUP + row
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
         source = query + owner.to(tl.int64) * query_stride
-        q = tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(keys.dtype.element_ty)
+        q = in_product_type(tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0), keys)
         oldest = first_visible(length, window)
         slope = 0.0
         if HAS_SLOPES:
@@ -293,13 +301,12 @@ def decode_attention(
     scale, cap = score_constants(shape)
     if out is None:
         out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
-    if not (pieces.fixed or stages or tile) and dim == LARGE_HEAD and keys.dtype != torch.float32:
+    dtype = product_dtype(query.dtype, keys.dtype)
+    if not (pieces.fixed or stages or tile) and dim == LARGE_HEAD and dtype != torch.float32:
         tile, stages, warps = large_head_tile(num_sequences, group)
-    stages = (
-        1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
-    )
+    stages = 1 if dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     stages = min(stages, 2) if pieces.fixed and dim > LARGE_HEAD else stages
-    tile = tile or tokens_of_tile(dim, keys.dtype)
+    tile = tile or tokens_of_tile(dim, dtype)
     rows = fixed_rows if pieces.fixed else max(MIN_ROWS, triton.next_power_of_2(group))
     group_block = rows if pieces.fixed else triton.next_power_of_2(group)
     programs = pieces.most
@@ -339,7 +346,7 @@ def decode_attention(
         BLOCK_SIZE=storage.block_size,
         TILE=tile,
         STAGES=stages,
-        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
         CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
         HAS_SINKS=shape.sinks is not None,

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Storage
 from bifolio.kernels.triton.cache import num_turned_heads
-from bifolio.kernels.triton.tiles import join_part
+from bifolio.kernels.triton.tiles import join_part, product_dtype
 
 STEP = 1024  # tokens
 QUERY_LENGTHS = (8192, 4096, 1024)  # of a piece
@@ -73,7 +73,7 @@ def can_be_long(query: torch.Tensor, shape: AttentionShape, storage: Storage) ->
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
-        and keys.dtype == query.dtype
+        and product_dtype(query.dtype, keys.dtype) == query.dtype
         and shape.head_dim <= 256
         and shape.head_dim % 8 == 0
         and not shape.softcap
@@ -101,7 +101,7 @@ def long_attention(
     out: torch.Tensor,  # [t, heads * dim]
 ) -> None:
     """Attention of one sequence's queries, written to their rows of `out`."""
-    keys, values = gather_context(shape, storage, table, item)
+    keys, values = gather_context(shape, storage, table, item, query.dtype)
     own = query[item.token : item.token + item.num_queries]
     before, rows = item.context - item.num_queries - item.start, item.end - item.start
     if rows > item.num_queries:
@@ -200,16 +200,17 @@ def _gather_kernel(
     target = (token.to(tl.int64) * KV_HEADS + head)[:, None] * DIM + dim[None, :]
     stored = (token < num_tokens)[:, None] & (dim < DIM)[None, :]
     size = KV_HEADS * num_tokens.to(tl.int64) * DIM
-    tl.store(out + target, tl.load(keys + place, mask=mask, other=0.0), mask=stored)
-    tl.store(out + size + target, tl.load(values + place, mask=mask, other=0.0), mask=stored)
+    key, value = tl.load(keys + place, mask=mask, other=0.0), tl.load(values + place, mask=mask, other=0.0)
+    tl.store(out + target, key.to(out.dtype.element_ty), mask=stored)
+    tl.store(out + size + target, value.to(out.dtype.element_ty), mask=stored)
 
 
 def gather_context(
-    shape: AttentionShape, storage: Storage, table: torch.Tensor, item: LongQueries
+    shape: AttentionShape, storage: Storage, table: torch.Tensor, item: LongQueries, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the context: [item.end, kv_heads, dim] each; zeros after the last token."""
     keys, tokens = storage.keys[shape.layer], 64
-    out = keys.new_empty((2, item.end, shape.num_kv_heads, shape.head_dim))
+    out = keys.new_empty((2, item.end, shape.num_kv_heads, shape.head_dim), dtype=dtype)
     _gather_kernel[(triton.cdiv(item.end, tokens), shape.num_kv_heads)](
         keys, storage.values[shape.layer], table, out, item.context, item.end, KV_HEADS=shape.num_kv_heads,
         BLOCK_SIZE=storage.block_size, DIM=shape.head_dim, DIM_BLOCK=triton.next_power_of_2(shape.head_dim),

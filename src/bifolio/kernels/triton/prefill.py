@@ -27,7 +27,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.split_kv import FIXED_PIECE
-from bifolio.kernels.triton.tiles import join_part, mix_tile, prefill_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import (
+    in_product_type,
+    join_part,
+    mix_tile,
+    prefill_tile,
+    product_dtype,
+    read_tile,
+    score_constants,
+)
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
@@ -120,7 +128,7 @@ def _prefill_kernel(
     real = (index < num_queries)[:, None] & (dim < DIM)[None, :]
     token = start_query + index
     q = tl.load(query + token[:, None] * query_stride + head * DIM + dim[None, :], mask=real, other=0.0)
-    q = q.to(keys.dtype.element_ty)
+    q = in_product_type(q, keys)
     position = context - num_queries + index  # of each query in its sequence
     lowest = context - num_queries + first  # position of the tile's first query
     end = tl.minimum(lowest + ROWS, context)  # keys from here on are masked for the whole tile
@@ -315,7 +323,8 @@ def prefill_attention(
         assert storage is not None
         keys, values, block_size = storage.keys[shape.layer], storage.values[shape.layer], storage.block_size
         tables = segment.block_tables
-    wide = keys.dtype == torch.float32
+    dtype = product_dtype(query.dtype, keys.dtype)
+    wide = dtype == torch.float32
     scale, cap = score_constants(shape)
     _prefill_kernel[(shape.num_heads, tiles.sequence.shape[0])](
         query,
@@ -341,7 +350,7 @@ def prefill_attention(
         DIM_BLOCK=max(16, triton.next_power_of_2(shape.head_dim)),
         BLOCK_SIZE=block_size,
         ROWS=rows,
-        TILE=prefill_tile(shape.head_dim, keys.dtype),
+        TILE=prefill_tile(shape.head_dim, dtype),
         WINDOW=shape.reach,
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import TILE, in_product_type, mix_tile, product_dtype, read_tile, score_constants
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 QUERY_ROWS = 16 if INTERPRETED else 128  # queries of an item: rows of the step times query heads of a key head
@@ -96,7 +96,7 @@ def _shared_kernel(
         head = kv_head * GROUP + row % GROUP
         real = (row < count * GROUP)[:, None] & (dim < DIM)[None, :]
         place = query + (first + row // GROUP).to(tl.int64)[:, None] * query_stride + head[:, None] * DIM + dim[None, :]
-        q = tl.load(place, mask=real, other=0.0).to(keys.dtype.element_ty)
+        q = in_product_type(tl.load(place, mask=real, other=0.0), keys)
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
@@ -127,7 +127,7 @@ def shared_attention(
     """Attention of all sharing rows over their prefix; partial results are written to `shared`."""
     heads, dim = query.shape[1:]
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
-    wide = keys.dtype == torch.float32
+    wide = product_dtype(query.dtype, keys.dtype) == torch.float32
     scale, cap = score_constants(shape)
     _shared_kernel[(shape.num_kv_heads, MAX_ITEMS)](
         query,

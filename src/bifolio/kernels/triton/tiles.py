@@ -19,6 +19,11 @@ def prefill_tile(dim: int, dtype: torch.dtype) -> int:
     return TILE // 2 if dtype == torch.float32 or dim > LARGE_HEAD else TILE
 
 
+def product_dtype(query: torch.dtype, cache: torch.dtype) -> torch.dtype:
+    """The type in which attention multiplies: that of the cache, and with an FP8 cache that of the queries."""
+    return query if cache == torch.float8_e4m3fn else cache
+
+
 def score_constants(shape: AttentionShape) -> tuple[float, float]:
     """(scale, CAP) of `mix_tile`, whose softmax is to the base 2; CAP is 0 without a soft cap."""
     if shape.softcap:
@@ -62,6 +67,14 @@ def read_tile(
 
 
 @triton.jit
+def in_product_type(query: tl.tensor, cache: tl.tensor) -> tl.tensor:
+    """Queries in the type of `product_dtype`."""
+    if cache.dtype.element_ty != tl.float8e4nv:
+        query = query.to(cache.dtype.element_ty)
+    return query
+
+
+@triton.jit
 def mix_tile(
     query: tl.tensor,  # [rows, dim]
     key: tl.tensor,  # [tile, dim]
@@ -78,6 +91,9 @@ def mix_tile(
     BIASED: tl.constexpr = False,
 ) -> tl.tensor:
     """One step of the online softmax: (highest, total, mixed) including this tile."""
+    if key.dtype == tl.float8e4nv:
+        key = key.to(query.dtype)
+        value = value.to(query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if CAP > 0:
         scores = (1.0 - 2.0 / (tl.exp(2.0 * scores * scale) + 1.0)) * CAP  # tanh
