@@ -176,8 +176,13 @@ def requests_page() -> str:
     ]
     for path, method, summary, request in PROTOCOL_OPERATIONS:
         if request is not None:
-            lines += ["", f"### {method.upper()} {path}", "", f"{summary}.", "", *field_table(request, other=True)]
+            lines += ["", f"### {method.upper()} {path}", "", f"{summary}{items_of(request)}.", "", *field_table(request, other=True)]
     return "\n".join(lines) + "\n"
+
+
+def items_of(request: Any) -> str:
+    is_list = isinstance(msgspec.inspect.type_info(request), msgspec.inspect.ListType)
+    return "; a list of" if is_list else ""
 
 
 def is_shared(request: type) -> bool:
@@ -187,6 +192,9 @@ def is_shared(request: type) -> bool:
 def field_table(kind: Any, left_out: set[str] = frozenset(), other: bool = False) -> list[str]:  # type: ignore[assignment]
     rows = []
     info = msgspec.inspect.type_info(kind)
+    if isinstance(info, msgspec.inspect.ListType):  # a body that is a list: the fields of its items
+        info = info.item_type
+        kind = info.cls  # type: ignore[union-attr]
     for field in info.fields:  # type: ignore[union-attr]
         if field.name in left_out:
             continue

@@ -68,13 +68,13 @@ def test_deterministic_mode_gives_a_request_its_own_bits(kind: str, new_engine: 
 @pytest.mark.full
 @pytest.mark.usefixtures("own_kernels", "compiled")
 def test_an_llm_with_an_fp8_cache(device: str) -> None:
-    """Warm-up, shared prefixes, n and beams; twice the blocks of bf16 in the same memory."""
+    """Warm-up, shared prefixes, n and beams; blocks of half the bytes."""
     folder = tiny_folder(**MODEL)
     options: dict[str, Any] = {"device": device, "gpu_memory_utilization": 0.2, "max_num_seqs": 8}
     with LLM(folder, **options) as wide:
-        blocks = wide.plan.num_blocks
+        bytes_of_block = wide.plan.bytes_per_block
     with LLM(folder, kv_cache_dtype="fp8", **options) as llm:
-        assert llm.plan.num_blocks == pytest.approx(2 * blocks, rel=0.1)
+        assert 2 * llm.plan.bytes_per_block == bytes_of_block
         common = random_prompt(600, seed=9, vocab_size=61)
         wanted = [common + prompt for prompt in prompts(3, 4, 5, 6, 7, 8)]
         params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=8, ignore_eos=True)
