@@ -20,6 +20,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.tiers import snapshots
 from bifolio.engine.tiers.snapshots import Snapshot, capture, is_snapshot, read_snapshot, restore, write_snapshot
 from bifolio.errors import SnapshotError
+from bifolio.model import digests
 from helpers import cpu_kernel_names, drain, make_engine, make_kernels, random_prompt, scratch, tiny_folder, tiny_loaded
 from hybrid_models import VOCABULARY, tiny_hybrid
 
@@ -125,6 +126,31 @@ def test_other_models_keys_and_arithmetic_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="cannot be written"):
         write_snapshot(tmp_path / "no" / "folder", snapshot)
     assert restore(engine_of(), snapshot, salt=b"a") == 36
+
+
+@pytest.mark.full
+def test_snapshots_know_the_weights_that_are_exchanged(tmp_path: Path) -> None:
+    old, new = tiny_folder(seed=0), tiny_folder(seed=1)
+    with LLM(old, **LLM_OPTIONS) as llm:
+        llm.save(prompt_of(30), tmp_path / "old")
+        llm.load_weights(new)
+        llm.save(prompt_of(30), tmp_path / "new")
+        with pytest.raises(SnapshotError, match="another model"):
+            llm.load(tmp_path / "old")
+        llm.load(tmp_path / "new").close()
+        llm.load_weights(old)
+        llm.load(tmp_path / "old").close()
+
+
+@pytest.mark.full
+def test_the_weights_are_read_once_for_all_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server saves hundreds of stored responses in the seconds of its end."""
+    reads = []
+    monkeypatch.setattr(digests, "model_digest", lambda model: reads.append(model) or "digest")
+    engine = engine_of()
+    for length in range(10, 20):
+        restore(engine, capture(engine, prompt_of(length)))
+    assert len(reads) == 1
 
 
 @pytest.mark.full

@@ -1,17 +1,16 @@
 """Random lives of processes that share a folder of tiers and snapshots; many of them are killed at a random moment.
 
-    life     a process of its own: an engine with tiers continues conversations, in any order and company; requests are
-             aborted, texts are saved and restored, engines of other models, drafts and sizes take its place
-    world    lives one after the other on one folder, whose files stay; between two of some worlds, files are damaged
-    truth    every turn as a plain engine computes it: no cached prefix, no tier, no draft, one request at a time
+life     a process of its own: an engine with tiers continues conversations, in any order and company; requests are
+         aborted, texts are saved and restored, engines of other models, drafts and sizes take its place
+world    lives one after the other on one folder, whose files stay; between two of some worlds, files are damaged
+truth    every turn as a plain engine computes it: no cached prefix, no tier, no draft, one request at a time
 
-    PYTHONPATH=tests:tests/engine python -m tier_lives --lives 10000
+PYTHONPATH=tests:tests/engine python -m tier_lives --lives 10000
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -58,6 +57,7 @@ KERNELS = cpu_kernel_names()[0]  # whose bits do not depend on the sizes of a pa
 KINDS = ("dense", "experts", "delta", "mamba", "conv")
 NUM_TALKS, NUM_TURNS = 5, 4
 MAX_MODEL_LEN = 160
+LIVES_OF_A_WORLD = 20
 LONGEST_SECONDS = 60.0  # of a life
 LONGEST_KILL = 1.0  # seconds until a life is killed
 PARAMS = (
@@ -135,9 +135,13 @@ def _model(kind: str) -> LoadedModel:
         return tiny_hybrid(kind)
     if kind == "dense":
         return load_model(str(tiny_folder(tokenizer=True, seed=3)))
-    _, folder = tiny_model("qwen3moe", vocab_size=tiny_tokenizer().get_vocab_size())
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    return load_model(str(folder))
+
+    def write(say: Callable[[str], None]) -> None:
+        _, folder = tiny_model("qwen3moe", vocab_size=tiny_tokenizer().get_vocab_size())
+        tiny_tokenizer().save(str(folder / "tokenizer.json"))
+        say(str(folder))
+
+    return load_model(said(write)[0])  # a process without torch forks in less time
 
 
 def params_of(kind: str, talk: int) -> SamplingParams:
@@ -185,6 +189,7 @@ class Life:
     def __init__(self, models: Models, folder: Path, seed: int, say: Callable[[str], None], *, damaged: bool) -> None:
         self._models, self._folder, self._say, self._damaged = models, folder, say, damaged
         self._draw = random.Random(seed)
+        self._kinds = random.Random(seed // LIVES_OF_A_WORLD).sample(sorted(models.models), 2)
         self._saved = folder / "snapshots"
         self._count = 0
         self._warnings = Warnings()
@@ -199,16 +204,14 @@ class Life:
 
     def _start(self) -> None:
         draw, models = self._draw, self._models
-        self._kind = draw.choice(sorted(models.models))
-        config, draft = draw.choice(list(models.drafts[self._kind].values()))
+        self._kind = draw.choice(self._kinds)
+        config, draft = draw.choice([(None, None), *models.drafts[self._kind].values()])
         memory, folder = draw.choice([(0, True), (20_000, True), (200_000, True), (60_000, False)])
-        tiers = TierSettings(
-            memory, self._folder / "tier" if folder else None, draw.choice([40_000, 300_000, 1 << 30])
-        )
+        tiers = TierSettings(memory, self._folder / "tier" if folder else None, draw.choice([40_000, 300_000, 1 << 30]))
         recurrent = models.models[self._kind].config.recurrent is not None
         hybrid = {"checkpoint_tokens": 16, "num_states": draw.choice([22, 40])} if recurrent else {}
         self._engine: InferenceEngine = make_engine(
-            models.models[self._kind], kernels=make_kernels(KERNELS), block_size=draw.choice([4, 4, 8]),
+            models.models[self._kind], kernels=make_kernels(KERNELS), block_size=draw.choice([4, 4, 4, 8]),
             num_blocks=draw.choice([44, 60, 120]), max_model_len=MAX_MODEL_LEN, max_num_seqs=4,
             chunk_size=draw.choice([5, 8, 32]), speculative=config, draft_model=draft, tiers=tiers, **hybrid,
         )  # fmt: skip
@@ -355,22 +358,27 @@ def lines_of(reader: int, seconds: float) -> Iterator[str]:
         yield from (line.decode() for line in whole)
 
 
+def said(body: Callable[[Callable[[str], None]], None]) -> list[str]:
+    """The lines of a process that ends by itself."""
+    process, reader = in_a_process(body)
+    *lines, last = lines_of(reader, LONGEST_SECONDS)
+    os.close(reader)
+    os.waitpid(process, 0)
+    assert last == "done", last
+    return lines
+
+
 def computed_truth(models: Models) -> None:
     """Compute all talks in a process of its own, so that this one stays without threads."""
     for kind, model in models.models.items():
 
         def body(say: Callable[[str], None], kind: str = kind, model: LoadedModel = model) -> None:
             for talk in truth_of(model, kind):
-                say("talk " + json.dumps([asdict(turn) for turn in talk]))
+                say(json.dumps([asdict(turn) for turn in talk]))
 
-        process, reader = in_a_process(body)
-        lines = list(lines_of(reader, LONGEST_SECONDS))
-        os.close(reader)
-        os.waitpid(process, 0)
-        assert lines[-1] == "done", lines[-1]
         models.truth[kind] = [
-            [Turn(turn["prompt"], [_as_tuples(one) for one in turn["answers"]]) for turn in json.loads(line[5:])]
-            for line in lines[:-1]
+            [Turn(turn["prompt"], [_as_tuples(one) for one in turn["answers"]]) for turn in json.loads(line)]
+            for line in said(body)
         ]
 
 
@@ -414,18 +422,22 @@ def damage(folder: Path, draw: random.Random) -> int:
     return len(chosen)
 
 
-def run_lives(models: Models, count: int, *, seed: int = 0, each: int = 10, max_seconds: float = 1e9) -> Report:
-    """Worlds of `each` lives, until there were `count`; failures end no run."""
+def run_lives(
+    models: Models, count: int, *, seed: int = 0, max_seconds: float = 1e9,
+    tell: Callable[[Report], None] = lambda report: None,
+) -> Report:  # fmt: skip
+    """Worlds one after the other, until there were `count` lives; failures end no run."""
     report, end = Report(), time.monotonic() + max_seconds
     while report.lives < count and time.monotonic() < end:
-        world = seed + report.lives // each
+        world = seed + report.lives // LIVES_OF_A_WORLD
         folder, draw = fresh_folder("lives"), random.Random(world)
         damaged = world % 3 == 2
-        for life in range(min(each, count - report.lives)):
-            one_life(models, folder, 1000 * world + life, report, damaged=damaged)
+        for life in range(min(LIVES_OF_A_WORLD, count - report.lives)):
+            one_life(models, folder, LIVES_OF_A_WORLD * world + life, report, damaged=damaged)
             if damaged:
                 report.counts["damaged files"] += damage(folder, draw)
         shutil.rmtree(folder, ignore_errors=True)
+        tell(report)
     return report
 
 
@@ -438,11 +450,15 @@ def main() -> None:
     models = Models.new()
     computed_truth(models)
     started = time.monotonic()
-    report = run_lives(models, arguments.lives, seed=arguments.seed, max_seconds=arguments.seconds)
-    for failure in report.failures[:5]:
+
+    def tell(report: Report) -> None:
+        numbers = {"lives": report.lives, "killed": report.killed, **report.counts, "failures": len(report.failures)}
+        print(json.dumps({**numbers, "seconds": round(time.monotonic() - started)}), flush=True)
+
+    report = run_lives(models, arguments.lives, seed=arguments.seed, max_seconds=arguments.seconds, tell=tell)
+    for failure in report.failures:
         print(failure, file=sys.stderr)
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps({"lives": report.lives, "killed": report.killed, **report.counts, "failures": len(report.failures), "seconds": time.monotonic() - started}))
+    sys.exit(bool(report.failures))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.tiers.snapshots import Snapshot, capture, read_snapshot, restore
 from bifolio.errors import BifolioError, FaultKind, RequestError
-from bifolio.model.digests import model_digest
 from bifolio.sequence import Request
 from bifolio.serve.process.conversations import Conversation, ConversationStore, recalled
 from bifolio.serve.process.snapshot_files import RESPONSE, SESSION, SnapshotFiles
@@ -90,7 +89,8 @@ class Snapshots:
 
     def open(self, settings: m.SnapshotSettings) -> None:
         """Keep files in a folder, and stored responses among them."""
-        self._files = SnapshotFiles(settings, model_digest(self._llm.engine.model))
+        engine = self._llm.engine
+        self._files = SnapshotFiles(settings, engine.digests.of(engine.model)[0])
         self._conversations.on_dropped = self._save_dropped
         self._conversations.on_miss = self._load_missing
 
