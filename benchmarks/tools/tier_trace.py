@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from bifolio.measure.trace import exactly
 from bifolio.measure.trace_files import TraceRequest, longest, make_prompts, read_trace, scaled
 
 BLOCK = 16
+ROWS_EVERY = 10  # requests
 SERVER = Path(__file__).with_name("llama_server.py")
 
 
@@ -151,16 +152,21 @@ def count_blocks(requests: Sequence[TraceRequest], prompts: Sequence[list[int]])
     return len(prefixes) + sum(request.num_output // BLOCK + 1 for request in requests)
 
 
+def median(seconds: Sequence[float]) -> float | None:
+    """In milliseconds."""
+    return round(1e3 * statistics.median(seconds), 1) if seconds else None
+
+
 def row(name: str, figures: Figures, prompts: Sequence[list[int]], is_first: Sequence[bool]) -> dict[str, Any]:
     later = [seconds for seconds, first in zip(figures.first, is_first, strict=True) if not first]
     new = [seconds for seconds, first in zip(figures.first, is_first, strict=True) if first]
     total = sum(map(len, prompts))
     return {
         "engine": name,
-        "ttft_p50_ms": round(1e3 * statistics.median(figures.first), 1),
+        "ttft_p50_ms": median(figures.first),
         "ttft_p90_ms": round(1e3 * statistics.quantiles(figures.first, n=10)[-1], 1),
-        "later_turns_p50_ms": round(1e3 * statistics.median(later), 1),
-        "first_turns_p50_ms": round(1e3 * statistics.median(new), 1),
+        "later_turns_p50_ms": median(later),
+        "first_turns_p50_ms": median(new),
         "hit_rate": round(sum(figures.cached) / total, 4),
         "seconds": round(figures.seconds, 1),
         "lookup_share_of_ttft": round(figures.lookup / sum(figures.first), 6),
@@ -176,9 +182,10 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1 / 32, help="of all lengths")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peer-python", help="a Python with xllamacpp; the model is a GGUF file then")
+    parser.add_argument("--engines", help="names of engines, with semicolons; default: all")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    recorded = read_trace(arguments.trace)
+    model, recorded = arguments.model, read_trace(arguments.trace)
     numbers = chosen(recorded, arguments.conversations, arguments.turns, arguments.seed)
     wanted = [recorded[number] for number, _ in numbers]
     length = longest(wanted, arguments.scale) + BLOCK
@@ -194,27 +201,30 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="bifolio-tiers-")) for _ in range(2)]
         common = {"max_model_len": length, "threads": arguments.threads}
-        engines: dict[str, Engine] = {
-            "without a tier": Bifolio(arguments.model, num_blocks=small, **common),
-            "files": Bifolio(arguments.model, num_blocks=small, kv_offload_dir=folders[0], **common),
-            "memory": Bifolio(arguments.model, num_blocks=small, kv_offload="4GB", **common),
-            "unlimited": Bifolio(arguments.model, num_blocks=blocks + 64, **common),
+        make: dict[str, Callable[[], Engine]] = {
+            "without a tier": lambda: Bifolio(model, num_blocks=small, **common),
+            "files": lambda: Bifolio(model, num_blocks=small, kv_offload_dir=folders[0], **common),
+            "memory": lambda: Bifolio(model, num_blocks=small, kv_offload="4GB", **common),
+            "unlimited": lambda: Bifolio(model, num_blocks=blocks + 64, **common),
         }
-        if arguments.peer_python is not None:
-            peer = {"model": arguments.model, "threads": arguments.threads, "n_ctx": max(small * BLOCK, length)}
-            python = arguments.peer_python
-            engines["llama.cpp"] = LlamaCpp(python, None, cache_ram_mib=0, **peer)
-            engines["llama.cpp, host cache"] = LlamaCpp(python, None, cache_ram_mib=4096, **peer)
-            engines["llama.cpp, slot files"] = LlamaCpp(python, folders[1], cache_ram_mib=0, **peer)
+        if (python := arguments.peer_python) is not None:
+            peer = {"model": model, "threads": arguments.threads, "n_ctx": max(small * BLOCK, length)}
+            make["llama.cpp"] = lambda: LlamaCpp(python, None, cache_ram_mib=0, **peer)
+            make["llama.cpp, host cache"] = lambda: LlamaCpp(python, None, cache_ram_mib=4096, **peer)
+            make["llama.cpp, slot files"] = lambda: LlamaCpp(python, folders[1], cache_ram_mib=0, **peer)
+        names = list(make) if arguments.engines is None else arguments.engines.split(";")
+        engines = {name: make[name]() for name in names}
         for engine in engines.values():
             stack.callback(engine.close)
         found = {name: Figures() for name in engines}
         order = random.Random(arguments.seed)
-        for request, prompt, (_, place) in zip(requests, prompts, numbers, strict=True):
+        for count, (request, prompt, (_, place)) in enumerate(zip(requests, prompts, numbers, strict=True), 1):
             for name in order.sample(sorted(engines), len(engines)):
                 engines[name].run(prompt, request.num_output, place, found[name])
-        for name, figures in found.items():
-            print(json.dumps(row(name, figures, prompts, is_first)), flush=True)
+            if count % ROWS_EVERY == 0 or count == len(requests):
+                print(f"after {count} requests")
+                for name, figures in found.items():
+                    print(json.dumps(row(name, figures, prompts[:count], is_first[:count])), flush=True)
 
 
 if __name__ == "__main__":

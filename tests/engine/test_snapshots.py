@@ -203,7 +203,17 @@ def test_a_damaged_snapshot_is_refused(kind: str, seed: int, way: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
-    [{"blocks": "many"}, {"blocks": [-5]}, {"token_ids": 7}, {"notes": 3}, {"state": 1 << 70}, {"blocks": [1 << 62]}],
+    [
+        {"blocks": "many"},
+        {"blocks": [-5]},
+        {"token_ids": 7},
+        {"notes": 3},
+        {"state": 1 << 70},
+        {"blocks": [1 << 62]},
+        {"num_prompt": -1},
+        {"num_prompt": 41},
+        {"token_ids": [], "num_prompt": 0},
+    ],
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     """The checksum is right, as of a file that was made on purpose."""

@@ -199,7 +199,8 @@ def _parsed(data: np.ndarray) -> Snapshot:
         blocks.append(data[at : at + int(size)])
         at += int(size)
     state = data[at : at + int(header["state"])] if header["state"] else None
-    if at + int(header["state"]) != end:
+    num_tokens = len(header["token_ids"])
+    if at + int(header["state"]) != end or not 0 <= int(header["num_prompt"]) <= num_tokens or not num_tokens:
         raise ValueError("its sizes do not add up")
     return Snapshot(
         list(header["token_ids"]), int(header["num_prompt"]), str(header["model"]), str(header["numerics"]),
