@@ -37,11 +37,15 @@ class Figure(NamedTuple):
     cpu_ms_per_token: float
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 @contextlib.contextmanager
 def served(model: str) -> Iterator[str]:
     """The address of a server."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "bifolio", "serve", "-m", model, "--port", str(port), "--log-level", "error"]
     with subprocess.Popen(command) as process:
         url = f"http://127.0.0.1:{port}"

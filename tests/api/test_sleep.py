@@ -82,6 +82,25 @@ def test_answers_and_branches_after_sleep(name: str, level: int) -> None:
     llm.engine.blocks.check_invariants()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"kv_offload": "4MB"}, {"kv_offload_dir": "tier"}])
+@pytest.mark.parametrize("level", [1, 2])
+def test_conversations_come_back_from_the_tiers_after_sleep(
+    tmp_path: Path, options: dict[str, str], level: int
+) -> None:
+    options = {name: str(tmp_path / value) if name == "kv_offload_dir" else value for name, value in options.items()}
+    for folder in (tiny_folder(fresh_folder("sleep")), tiny_model("lfm2", vocab_size=61)[1]):
+        llm = LLM(str(folder), **SIZES, **options)
+        expected = tokens(llm)
+        llm.sleep(level)
+        llm.wake_up()
+        [output] = llm.generate(PROMPT, PARAMS)
+        assert output.outputs[0].token_ids == expected
+        assert output.num_cached_tokens == 8
+        assert llm.engine.stats().tiers.num_tier_hits == 8
+        llm.close()
+
+
 def test_new_weights_wake_those_that_sleep() -> None:
     """The order of a trainer: sleep, train, load the new weights, wake the cache."""
     old, new = tiny_folder(fresh_folder("sleep")), tiny_folder(fresh_folder("sleep"), seed=1)

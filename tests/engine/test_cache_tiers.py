@@ -126,6 +126,33 @@ def test_a_conversation_larger_than_the_cache_of_others_comes_back(tmp_path: Pat
 
 
 @pytest.mark.full
+def test_blocks_whose_state_finds_no_room_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All recurrent states are held while the blocks of a hybrid arrive; no pass starts behind a missing state."""
+    first = engine_on(tmp_path, "delta")
+    run(first, prompt_of(50))
+    end(first)
+    second = engine_on(tmp_path, "delta")
+    assert second.tiers is not None
+    assert second.blocks._states is not None
+    states, land = second.blocks._states.pool, second.tiers.land
+
+    def land_without_states(*arguments: Any, **options: Any) -> None:
+        held = [states.take() for _ in range(states.num_available)]
+        land(*arguments, **options)
+        for state in held:
+            states.drop(state)
+
+    monkeypatch.setattr(second.tiers, "land", land_without_states)
+    assert run(second, prompt_of(50)) == (expected(50, "delta"), 0)
+    assert second.stats().tiers.num_tier_hits == 0
+    assert not caplog.records
+    monkeypatch.undo()
+    end(second)
+
+
+@pytest.mark.full
 def test_memory_alone_is_a_tier() -> None:
     engine = engine_on(None, num_blocks=34, tiers=TierSettings(memory_bytes=8 << 20))
     for turn in range(2):

@@ -20,6 +20,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.tiers import snapshots
 from bifolio.engine.tiers.snapshots import Snapshot, capture, is_snapshot, read_snapshot, restore, write_snapshot
 from bifolio.errors import SnapshotError
+from bifolio.model import digests
 from helpers import cpu_kernel_names, drain, make_engine, make_kernels, random_prompt, scratch, tiny_folder, tiny_loaded
 from hybrid_models import VOCABULARY, tiny_hybrid
 
@@ -128,6 +129,31 @@ def test_other_models_keys_and_arithmetic_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_snapshots_know_the_weights_that_are_exchanged(tmp_path: Path) -> None:
+    old, new = tiny_folder(seed=0), tiny_folder(seed=1)
+    with LLM(old, **LLM_OPTIONS) as llm:
+        llm.save(prompt_of(30), tmp_path / "old")
+        llm.load_weights(new)
+        llm.save(prompt_of(30), tmp_path / "new")
+        with pytest.raises(SnapshotError, match="another model"):
+            llm.load(tmp_path / "old")
+        llm.load(tmp_path / "new").close()
+        llm.load_weights(old)
+        llm.load(tmp_path / "old").close()
+
+
+@pytest.mark.full
+def test_the_weights_are_read_once_for_all_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server saves hundreds of stored responses in the seconds of its end."""
+    reads = []
+    monkeypatch.setattr(digests, "model_digest", lambda model: reads.append(model) or "digest")
+    engine = engine_of()
+    for length in range(10, 20):
+        restore(engine, capture(engine, prompt_of(length)))
+    assert len(reads) == 1
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "delta"])
 def test_a_small_cache_takes_the_blocks_that_fit(kind: str) -> None:
     first = engine_of(kind)
@@ -177,7 +203,17 @@ def test_a_damaged_snapshot_is_refused(kind: str, seed: int, way: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
-    [{"blocks": "many"}, {"blocks": [-5]}, {"token_ids": 7}, {"notes": 3}, {"state": 1 << 70}, {"blocks": [1 << 62]}],
+    [
+        {"blocks": "many"},
+        {"blocks": [-5]},
+        {"token_ids": 7},
+        {"notes": 3},
+        {"state": 1 << 70},
+        {"blocks": [1 << 62]},
+        {"num_prompt": -1},
+        {"num_prompt": 41},
+        {"token_ids": [], "num_prompt": 0},
+    ],
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     """The checksum is right, as of a file that was made on purpose."""

@@ -157,7 +157,27 @@ def test_stored_responses_survive_a_restart(tmp_path: Path) -> None:
         answers.append(again["output"][0]["content"][0]["text"])
         assert again["usage"]["input_tokens_details"]["cached_tokens"] > 100
         assert client.get(f"/v1/responses/{dropped}").status_code == 404
+        assert list(tmp_path.rglob(f"{first['id']}.response"))  # for the case that this server is killed
+        assert client.delete(f"/v1/responses/{first['id']}").status_code == 200
+        assert not list(tmp_path.rglob(f"{first['id']}.response"))
     assert answers[0] == answers[1]
+    with running_server(snapshots=place) as server, server.http() as client:
+        assert client.get(f"/v1/responses/{first['id']}").status_code == 404
+        assert client.get(f"/v1/responses/{follow['id']}").status_code == 200
+
+
+def test_many_stored_responses_are_saved_in_the_seconds_of_the_end(tmp_path: Path) -> None:
+    """Fifty conversations continue on the next server, each from blocks that it need not compute."""
+    place, found = settings(tmp_path), {}
+    with running_server(snapshots=place) as server, server.http() as client:
+        for number in range(50):
+            body = {"input": f"{number}: foxes, rivers and quiet woods, day after day.", **_short()}
+            found[number] = post(client, "/v1/responses", **body)["id"]
+    assert len(list(tmp_path.rglob("*.response"))) == 50
+    with running_server(snapshots=place) as server, server.http() as client:
+        for number, name in found.items():
+            again = post(client, "/v1/responses", input="And then?", previous_response_id=name, **_short())
+            assert again["usage"]["input_tokens_details"]["cached_tokens"] >= 16, number
 
 
 def _short() -> dict[str, Any]:

@@ -41,6 +41,7 @@ from bifolio.engine.tiers.build import new_tiers
 from bifolio.engine.tiers.tiers import CacheTiers
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover, poison_in
+from bifolio.model.digests import EngineDigests
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
@@ -116,6 +117,7 @@ class InferenceEngine(KeptConversations):
         self._counters = EngineStats()
         self._outbox: list[StepResult] = []  # results that are not delivered yet
         self._has_launched = False  # the last step had work, or some is in flight
+        self.digests = EngineDigests(kernels, config)
         self.tiers: CacheTiers | None = None  # attaches itself
         new_tiers(self, config.tiers, draft_model)
 

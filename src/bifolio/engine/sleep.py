@@ -1,6 +1,7 @@
 """Sleep: an engine that gives its memory back until it is woken.
 
-    level 1   the pages of the cache; all prefixes, branches and kept conversations are forgotten
+    level 1   the pages of the cache; all prefixes, branches and kept conversations are forgotten, but for the blocks
+              that tiers have: these come back after waking
     level 2   these, and the prepared weights: waking prepares them again from the model's files
 
 Requests that are in flight keep their tokens and wait; they are computed again after waking. Nothing moves: the
@@ -24,6 +25,7 @@ from bifolio.kernels.storage import KVStorage
 from bifolio.model.weights import ModelWeights
 
 PARTS = ("weights", "kv_cache")
+FLUSH_SECONDS = 10.0  # for writing blocks to the tiers
 _DONT_NEED = 4  # of Linux: the next access maps zeros
 
 
@@ -35,6 +37,8 @@ def fall_asleep(engine: InferenceEngine, level: int) -> None:
     engine.take_back()
     while engine.batcher.drop_kept():
         pass
+    if engine.tiers is not None:
+        engine.tiers.copies.flush(FLUSH_SECONDS)
     engine.blocks.drop_cached()
     release_cache(engine.runner.storage)
     engine.asleep |= {"kv_cache"} if level == 1 else set(PARTS)
@@ -65,8 +69,6 @@ def check_can_sleep(engine: InferenceEngine) -> None:
     method = None if engine.config.speculative is None else engine.config.speculative.method
     if engine.slots.device is not None or engine.runner.peers is not None or method not in (None, "ngram"):
         raise ConfigError("an engine sleeps on the CPU, in one process and without a draft model: make a new LLM")
-    if engine.tiers is not None:
-        raise ConfigError("an engine with tiers does not sleep: leave --kv-offload and --kv-offload-dir out")
 
 
 def release_cache(storage: KVStorage) -> None:

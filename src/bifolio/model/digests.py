@@ -61,6 +61,22 @@ def numerics_digest(model: LoadedModel, kernels: KernelSet, config: EngineConfig
     return digest_of_facts(numerics(model, kernels, config))
 
 
+class EngineDigests:
+    """The digests of an engine's model and arithmetic, computed once for each model that it has."""
+
+    def __init__(self, kernels: KernelSet, config: EngineConfig) -> None:
+        self._kernels, self._config = kernels, config
+        self._model: LoadedModel | None = None
+        self._found = ("", "")
+
+    def of(self, model: LoadedModel) -> tuple[str, str]:
+        """(Sampled digest of the model, digest of the arithmetic)."""
+        if self._model is not model:
+            self._found = model_digest(model), numerics_digest(model, self._kernels, self._config)
+            self._model = model
+        return self._found
+
+
 def digest_of_facts(facts: Any) -> str:
     """A digest of a JSON value, the same for every order of its keys."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -11,7 +11,6 @@ from bifolio.engine.tiers.files import FileTier
 from bifolio.engine.tiers.tier import MemoryTier, Tier
 from bifolio.engine.tiers.tiers import CacheTiers
 from bifolio.errors import ConfigError
-from bifolio.model.digests import model_digest, numerics_digest
 from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 
@@ -57,8 +56,7 @@ def namespace(engine: InferenceEngine, content: BlockContent, draft: LoadedModel
         content.block_bytes,
         content.state_bytes,
         engine.blocks.block_size,
-        model_digest(engine.model),
-        numerics_digest(engine.model, engine.runner.kernels, engine.config),
+        *engine.digests.of(engine.model),
         repr(draft.config) if isinstance(draft, LoadedHead) else "",
     )
     return blake2b(repr(facts).encode(), digest_size=16, person=b"bifolio-tiers").digest()

@@ -28,7 +28,6 @@ from bifolio.engine.transfer.blocks import Arrival, Sizes, read_blocks
 from bifolio.engine.transfer.states import read_state
 from bifolio.errors import SnapshotError
 from bifolio.long_rope import LONG_ROPE, salt_of_rope, short_context
-from bifolio.model.digests import model_digest, numerics_digest
 
 if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
@@ -72,8 +71,9 @@ def capture(
     full = max(salts, key=lambda one: engine.blocks.cached_prefix_length(tokens, salt=one))
     blocks = read_blocks(engine, tokens, full, 0, len(tokens)) if with_blocks else []
     state = read_state(engine, tokens, full, len(blocks))
+    model, numerics = engine.digests.of(engine.model)
     return Snapshot(
-        tokens, len(tokens) if num_prompt is None else num_prompt, *_digests(engine), root_digest(full).hex(),
+        tokens, len(tokens) if num_prompt is None else num_prompt, model, numerics, root_digest(full).hex(),
         engine.blocks.block_size, blocks, state, notes or {},
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def restore(engine: InferenceEngine, snapshot: Snapshot, *, salt: bytes = b"", r
     Blocks of another block size, and those that have no room, are computed again by the next request, with the same
     bits. Other arithmetic gives other bits: it is refused, unless the caller asks to `recompute`.
     """
-    model, numerics = _digests(engine)
+    model, numerics = engine.digests.of(engine.model)
     if snapshot.model != model:
         raise SnapshotError("the snapshot belongs to another model: load the model that it was saved with")
     vocabulary = engine.model.config.vocab_size
@@ -199,16 +199,13 @@ def _parsed(data: np.ndarray) -> Snapshot:
         blocks.append(data[at : at + int(size)])
         at += int(size)
     state = data[at : at + int(header["state"])] if header["state"] else None
-    if at + int(header["state"]) != end:
+    num_tokens = len(header["token_ids"])
+    if at + int(header["state"]) != end or not 0 <= int(header["num_prompt"]) <= num_tokens or not num_tokens:
         raise ValueError("its sizes do not add up")
     return Snapshot(
         list(header["token_ids"]), int(header["num_prompt"]), str(header["model"]), str(header["numerics"]),
         str(header["root"]), int(header["block_size"]), blocks, state, dict(header["notes"]),
     )  # fmt: skip
-
-
-def _digests(engine: InferenceEngine) -> tuple[str, str]:
-    return model_digest(engine.model), numerics_digest(engine.model, engine.runner.kernels, engine.config)
 
 
 def _salts(engine: InferenceEngine, salt: bytes) -> list[bytes]:

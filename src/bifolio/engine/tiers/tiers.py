@@ -205,12 +205,13 @@ class CacheTiers:
         for block_id, block in zip(ids, arrived, strict=False):
             self._content.write_head(block_id, block)
         if blocks.has_states:
-            if not is_whole or ticket.state is None:
-                arrival.close()
-                return 0
-            arrival.add_state(ticket.state)
+            if is_whole and ticket.state is not None:
+                arrival.add_state(ticket.state)
+            arrival.close()
+            # up to the last state that the cache has: there may have been no room for this one
+            arrival = Arrival(engine, sequence.token_ids, request.cache_salt, sequence.id, request.marks)
         blocks.rest(sequence.id)
-        return len(ids) * blocks.block_size
+        return (arrival.num_blocks - held) * blocks.block_size
 
     def stats(self) -> TierStats:
         copies = self.copies

@@ -69,6 +69,7 @@ class ConversationStore:
         self._lock = threading.RLock()
         self.on_dropped: Callable[[str, Conversation], None] | None = None  # for want of room
         self.on_miss: Callable[[m.Recall], bool] | None = None  # whether it answers itself
+        self.on_deleted: Callable[[str, Conversation], None] | None = None  # by its client
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -91,6 +92,8 @@ class ConversationStore:
                 return
             if entry is not None and message.drops:
                 self.drop(message.name)
+                if self.on_deleted is not None:
+                    self.on_deleted(message.name, entry)
                 ended = [entry.request_id]
             send(recalled(message.id, entry))
 

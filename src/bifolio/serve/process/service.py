@@ -130,6 +130,7 @@ class EngineService:
             elif not is_fetched:
                 self._begin(message)
         elif isinstance(message, m.Abort):
+            self.snapshots.abort(message.ids)
             if self.transfer is not None:
                 self.transfer.abort(message.ids)
             self.thread.post(lambda engine: self._abort(engine, message.ids))

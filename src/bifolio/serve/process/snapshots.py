@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.tiers.snapshots import Snapshot, capture, read_snapshot, restore
 from bifolio.errors import BifolioError, FaultKind, RequestError
-from bifolio.model.digests import model_digest
 from bifolio.sequence import Request
 from bifolio.serve.process.conversations import Conversation, ConversationStore, recalled
 from bifolio.serve.process.snapshot_files import RESPONSE, SESSION, SnapshotFiles
@@ -86,13 +86,17 @@ class Snapshots:
         self._files: SnapshotFiles | None = None
         self._worker = ThreadPoolExecutor(1, "bifolio-snapshots")
         self.slots = SlotTexts()
+        self._reading: set[str] = set()  # ids of requests whose session is being read
         self._restored: set[str] = set()  # ids of requests whose session was read
+        self._read_lock = threading.RLock()
 
     def open(self, settings: m.SnapshotSettings) -> None:
         """Keep files in a folder, and stored responses among them."""
-        self._files = SnapshotFiles(settings, model_digest(self._llm.engine.model))
+        engine = self._llm.engine
+        self._files = SnapshotFiles(settings, engine.digests.of(engine.model)[0])
         self._conversations.on_dropped = self._save_dropped
         self._conversations.on_miss = self._load_missing
+        self._conversations.on_deleted = self._remove_deleted
 
     # -- verbs of clients ----------------------------------------------------------------------------------------------
     def handle(self, message: m.BranchCall) -> None:
@@ -240,21 +244,34 @@ class Snapshots:
                 self._thread.call(lambda engine: restore(engine, snapshot, salt=message.salt)).result()
             except BifolioError as error:
                 logger.warning("a pinned session cannot be used: %s", error)
-            files.remove(path)  # written again when the server ends
-            self._restored.add(message.id)
-            again(message)
+                files.remove(path)
+            except Exception:
+                logger.exception("a pinned session could not be read")
+            with self._read_lock:
+                if message.id in self._reading:  # else it was aborted meanwhile
+                    self._reading.discard(message.id)
+                    self._restored.add(message.id)
+                    again(message)
 
+        self._reading.add(message.id)
         self._worker.submit(load)
         return True
+
+    def abort(self, ids: list[str]) -> None:
+        """Do not begin requests whose session is being read."""
+        with self._read_lock:
+            self._reading.difference_update(ids)
 
     def _save_sessions(self, engine: InferenceEngine, end: float) -> None:
         """Save the pinned conversations; with a tier of files their blocks are there."""
         files = self._opened()
         for session, num_cached in engine.blocks.sessions():
+            path = files.path(session.salt, session_file(session.hint.name), SESSION)
+            if session.token_ids is None:
+                files.remove(path)  # it was pinned once
             if session.token_ids is None or not num_cached or time.monotonic() > end:
                 continue
             try:
-                path = files.path(session.salt, session_file(session.hint.name), SESSION)
                 snapshot = capture(engine, session.token_ids, salt=session.salt)
             except BifolioError as error:
                 logger.info("a pinned session was not saved: %s", error)
@@ -280,6 +297,10 @@ class Snapshots:
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
+    def _remove_deleted(self, name: str, entry: Conversation) -> None:
+        files = self._opened()
+        files.remove(files.path(entry.salt, name, RESPONSE))
+
     def _save_dropped(self, name: str, entry: Conversation) -> None:
         """The store makes room: the response stays in a file."""
         self._thread.post(lambda engine: self._save_response(engine, name, entry))
@@ -291,6 +312,8 @@ class Snapshots:
         notes = {"body": base64.b64encode(entry.body).decode()}
         try:
             path = files.path(entry.salt, name, RESPONSE)
+            if path.is_file():  # of an earlier life of the server: responses do not change
+                return True
             snapshot = capture(engine, tokens, salt=entry.salt, notes=notes, with_blocks=engine.tiers is None)
         except BifolioError as error:
             logger.info("the response %s was not saved: %s", name, error)
@@ -324,7 +347,8 @@ class Snapshots:
             logger.warning("the response %s cannot be read: %s", message.name, error)
             self._send(m.Recalled(message.id))
             return
-        self._opened().remove(path)  # the store has it now
+        if message.drops:
+            self._opened().remove(path)
         self._thread.post(lambda engine: self._loaded(engine, message, snapshot, body, tokens))
 
     def _loaded(
