@@ -46,14 +46,17 @@ def generated(engine: InferenceEngine, owner: BranchOwner, branch: BranchState, 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_random_trees(name: str) -> None:
-    results = preemptions = 0
-    for seed in range(2):
+    results = preemptions = tier_hits = 0
+    for seed in range(3):
         trees = Trees(MODELS[name](), seed)
         trees.run(60)
         results += trees.num_results
-        preemptions += trees.engine.stats().num_preemptions
+        stats = trees.engine.stats()
+        preemptions += stats.num_preemptions
+        tier_hits += stats.tiers.num_tier_hits
     assert results > 20
     assert preemptions > 0
+    assert tier_hits > 0
 
 
 @pytest.mark.slow
