@@ -1,4 +1,4 @@
-"""Subsets of GSM8K and HumanEval: every answer of a real model is the same in any batch, on any replica, cold or warm."""
+"""Subsets of GSM8K and HumanEval: answers of a real model are equal in any batch, on any replica, cold or warm."""
 
 from __future__ import annotations
 
