@@ -113,7 +113,7 @@ async def run_prime(url: str, folders: list[str]) -> dict[str, Any]:
     prime: Any = importlib.import_module("prime_rl.utils.client")
 
     config = SimpleNamespace(
-        admin_base_url=None, base_url=[f"{url}/v1"], headers={}, headers_from_env={}, api_key_var="NO_SUCH_KEY"
+        admin_base_url=[f"{url}/v1"], base_url=f"{url}/v1", headers={}, headers_from_env={}, api_key_var="NO_SUCH_KEY"
     )
     admin = prime.setup_admin_clients(config)
     await prime.check_health(admin, timeout=20)

@@ -122,7 +122,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
         return [math.fsum(each) for each in totals]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Texts, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[Texts, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
         """The logprob of each continuation; of a text that is too long the beginning is cut off."""
         most = self.max_length
@@ -132,7 +132,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
         ]
         scores = [scored_continuation(request) for request in self.llm.run_requests(starts)]
         found = [(score.total, score.is_greedy) for score in scores]
-        for (texts, *_), answer in zip(requests, found, strict=True):
+        for (texts, _, _), answer in zip(requests, found, strict=True):
             if texts[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
