@@ -12,6 +12,8 @@ from bifolio.errors import ConfigError
 from helpers import cpu_kernel_names, fresh_folder, random_prompt, tiny_folder, tiny_model
 
 pytestmark = pytest.mark.skipif("native" not in cpu_kernel_names(), reason="bits are promised by the native kernels")
+DENSE = ("dense", "gemma3", "gpt2", "qwen2", "lfm2")
+WITH_EXPERTS = ("qwen3moe", "mixtral", "olmoe", "glm4moe")
 
 
 def folder_of(name: str) -> Path:
@@ -19,7 +21,7 @@ def folder_of(name: str) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dense", "gemma3", "gpt2", "qwen2", "lfm2"])
+@pytest.mark.parametrize("name", [*DENSE, *WITH_EXPERTS])
 def test_logprobs_of_a_rollout_are_those_of_the_trainer(name: str) -> None:
     folder = folder_of(name)
     llm = LLM(str(folder), kernels="native", block_size=8, max_model_len=96, num_blocks=40, chunk_size=7)
@@ -37,7 +39,7 @@ def test_logprobs_of_a_rollout_are_those_of_the_trainer(name: str) -> None:
         torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("qwen3moe", marks=pytest.mark.full)])
 def test_gradients_are_those_of_torch(name: str) -> None:
     model = LanguageModel.from_pretrained(folder_of(name))
     tokens = torch.tensor([random_prompt(12, 1, 61), random_prompt(12, 2, 61)])

@@ -81,7 +81,36 @@ def test_a_guess_gives_the_answer_of_the_result(llm: LLM, result: str, was_right
     assert (text, found) == (PROMPT + result + plain.outputs[0].text, was_right)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_rewards_rise_and_logprobs_are_those_of_the_engine(tmp_path: Path) -> None:
+    """GRPO with fixed seeds on the embedded model: five updates."""
+    module = example("grpo_arithmetic")
+    folder = tmp_path / "exact"
+    module.write_folder(folder, module.load_model(module.DEFAULT_MODEL), module.QuantFormat.F32)
+    with LLM(folder, max_model_len=64, max_num_seqs=32) as llm:
+        model = module.LanguageModel.from_pretrained(folder)
+        history = module.train(llm, model, 5, 1e-4, lambda number, step: None)
+        assert llm.engine.weight_version == 5
+    assert all(step.difference == 0.0 for step in history)
+    assert history[0].reward < 0.1
+    assert history[-1].reward > 0.2
+    assert history[-1].accuracy > history[0].accuracy
+    module.plot(history, str(tmp_path / "reward.svg"))
+    assert "<svg" in (tmp_path / "reward.svg").read_text()
+
+
+def test_the_rewards_of_answers() -> None:
+    module = example("grpo_arithmetic")
+    assert len(module.questions()) == 9
+    assert module.questions()["Tom had two apples. Mom gave him three more. Now Tom had"] == 5
+    assert [module.reward(text, 5) for text in (" five.", " five apples", " four", " a", "")] == [1.0, 1.0, 0.1, 0, 0]
+
+
+QUICK = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem != "grpo_arithmetic"]  # it trains for minutes
+
+
+@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.stem)
 def test_every_example_runs_by_itself(path: Path) -> None:
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import SpeculativeConfig
+from bifolio.config import SpeculativeConfig, TierSettings
 from bifolio.engine.branches import BranchOwner, BranchState
 from bifolio.engine.engine import InferenceEngine
 from bifolio.model.loaded import LoadedModel
@@ -53,10 +53,12 @@ class Trees:
         rng = self.rng
         hybrid = self.model.config.recurrent is not None
         drafts = SpeculativeConfig("ngram", length=3) if rng.random() < 0.3 else None
+        caching = bool(rng.random() < 0.7)
+        tiers = TierSettings(memory_bytes=1 << 19) if caching and rng.random() < 0.5 else None
         self.engine = make_engine(
             self.model, kernels=kernels(), num_blocks=int(rng.integers(27, 40)), block_size=4, max_model_len=96,
             max_num_seqs=4, token_budget=24, chunk_size=int(rng.integers(3, 20)), speculative=drafts,
-            enable_prefix_caching=bool(rng.random() < 0.7), num_states=24 if hybrid else 0,
+            enable_prefix_caching=caching, tiers=tiers, num_states=24 if hybrid else 0,
             checkpoint_tokens=8 if hybrid and rng.random() < 0.5 else None,
         )  # fmt: skip
         self.owner = BranchOwner(self.engine)
@@ -76,6 +78,7 @@ class Trees:
             raise AssertionError("a trunk was kept without a branch")
         assert self.engine.blocks.num_used_blocks == 0
         self.engine.blocks.check_invariants()
+        self.engine.close_tiers()
 
     def step(self) -> None:
         if self.engine.has_work:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from branch_trees import MODELS, Trees, kernels, outcome, run_alone
@@ -46,14 +48,17 @@ def generated(engine: InferenceEngine, owner: BranchOwner, branch: BranchState, 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_random_trees(name: str) -> None:
-    results = preemptions = 0
-    for seed in range(2):
+    results = preemptions = tier_hits = 0
+    for seed in range(3):
         trees = Trees(MODELS[name](), seed)
         trees.run(60)
         results += trees.num_results
-        preemptions += trees.engine.stats().num_preemptions
+        stats = trees.engine.stats()
+        preemptions += stats.num_preemptions
+        tier_hits += stats.tiers.num_tier_hits
     assert results > 20
     assert preemptions > 0
+    assert tier_hits > 0
 
 
 @pytest.mark.slow
@@ -99,6 +104,13 @@ def test_a_fork_of_a_long_context_copies_nothing() -> None:
     assert all(fork.trunk is root.trunk and fork.tail == root.tail for fork in forks)
     assert engine.blocks.num_used_blocks == tables
     assert forks[7].token_ids == root.token_ids
+    seconds = []
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(64):
+            owner.fork(root)
+        seconds.append(time.thread_time() - began)
+    assert min(seconds) < 1e-3
 
 
 def test_a_dropped_trunk_is_computed_again_with_the_same_bits() -> None:

@@ -54,7 +54,7 @@ class RunningServer:
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        self._started.result(60)
+        self._started.result(240)  # of a busy machine
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()

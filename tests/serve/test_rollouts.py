@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def test_the_calls_of_trl(server: RunningServer, weights: tuple[Path, Path]) -> 
         assert http.get("/get_world_size/").json() == {"world_size": 1}
         body = {"prompts": [PROMPT, PROMPT], "n": 2, "repetition_penalty": 1.0, "temperature": 0.8, "top_p": 1.0,
                 "top_k": -1, "min_p": 0.0, "max_tokens": 10, "logprobs": 0, "structured_outputs_regex": None,
-                "generation_kwargs": {"seed": 4, "ignore_eos": True}}  # fmt: skip
+                "images": None, "generation_kwargs": {"seed": 4, "ignore_eos": True}}  # fmt: skip
         found = http.post("/generate/", json=body).json()
         assert found["prompt_ids"] == [PROMPT, PROMPT]
         assert len(found["completion_ids"]) == 4
@@ -109,9 +110,60 @@ def test_the_calls_of_trl(server: RunningServer, weights: tuple[Path, Path]) -> 
         assert [one[0] for one in found["logprobs"][0]] == pytest.approx(logprobs, abs=1e-5)
         assert found["logprob_token_ids"][0] == [[token] for token in tokens]
         assert http.post("/reset_prefix_cache/").status_code == 200
-        refused = http.post("/init_communicator/", json={})
-        assert refused.status_code == 501
-        assert "/update_weights" in refused.json()["error"]["message"]
+        tensor = {"name": "lm_head.weight", "dtype": "torch.float32", "shape": [3, 3]}
+        refused = http.post("/update_named_param/", json=tensor)
+        assert refused.status_code == 400
+        assert "/init_communicator/" in refused.json()["error"]["message"]
+
+
+def test_weights_arrive_over_a_communicator(server: RunningServer, weights: tuple[Path, Path]) -> None:
+    """As TRL's client sends them: the trainer is the last rank of a group of gloo."""
+    import torch.distributed as dist
+
+    from bifolio import LanguageModel
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    body = {"host": "127.0.0.1", "port": port, "world_size": 2, "client_device_uuid": "none"}
+    library: Any = dist
+    with server.http() as http:
+        version = rollout(http)["weight_version"]
+        assert http.post("/init_communicator/", json={**body, "world_size": 3}).status_code == 400
+        assert http.post("/init_communicator/", json=body).status_code == 200
+        store = library.PrefixStore("client2server", library.TCPStore("127.0.0.1", port, 2, is_master=False))
+        group, options = library.ProcessGroupGloo(store, 1, 2), library.BroadcastOptions()
+        options.rootRank, options.rootTensor = 1, 0
+        refused = http.post("/update_named_param/", json={"name": "x", "dtype": "torch.int8", "shape": [1]})
+        assert refused.status_code == 400
+        for name, parameter in LanguageModel.from_pretrained(weights[1]).named_parameters():
+            tensor = {"name": name, "dtype": str(parameter.dtype), "shape": list(parameter.shape)}
+            assert http.post("/update_named_param/", json=tensor).status_code == 200
+            group.broadcast([parameter.data], options).wait()
+            group.barrier().wait()
+        assert rollout(http)["weight_version"] == version
+        assert http.post("/reset_prefix_cache/").json()["weight_version"] == version + 1
+        assert rollout(http)["choices"][0]["token_ids"] == expected_of(weights[1])[0]
+        assert http.post("/close_communicator/").status_code == 200
+        assert http.post("/update_weights", json={"weight_dir": str(weights[0])}).status_code == 200
+
+
+def test_logprobs_of_a_prompt(server: RunningServer, weights: tuple[Path, Path]) -> None:
+    """As prime-rl asks for them: one entry for each prompt token, the first without a logprob."""
+    llm = LLM(str(weights[0]), kernels="reference", max_model_len=64, num_blocks=32)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=1.0, seed=1)
+    [output] = llm.generate({"prompt_token_ids": PROMPT}, params)
+    with server.http() as http:
+        asked = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+        found = rollout(http, sampling_params=asked, request_id="mine")
+    assert found["request_id"] == "mine"
+    first, *others = found["prompt_logprobs"]
+    assert first is None
+    for token, entry, expected in zip(PROMPT[1:], others, (output.prompt_logprobs or [])[1:], strict=True):
+        assert expected is not None
+        assert next(iter(entry)) == str(token)
+        assert entry[str(token)]["logprob"] == pytest.approx(expected.logprob, abs=1e-5)
+        assert entry[str(token)]["rank"] == expected.rank
+        assert set(entry) == {str(one) for one in expected}
 
 
 def test_wrong_weights_are_refused(server: RunningServer) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import KernelSet, Routing
+from bifolio.kernels.interface import Experts, KernelSet, Routing
 from bifolio.kernels.operation_hook import hooked, operations_of
 
 
@@ -47,6 +47,7 @@ def exact_kernels(differentiable: KernelSet, native: KernelSet) -> KernelSet:
         )
     theirs = operations_of(native)
     theirs["embed"] = partial(_embed, native)
+    theirs["mix_experts"] = partial(_mix_experts, native)
     return hooked(
         differentiable, lambda name, work, *arguments, **options: _both(work, theirs[name], arguments, options)
     )
@@ -62,6 +63,11 @@ def _both(work: Any, twin: Any, arguments: tuple[Any, ...], options: dict[str, A
 
 def _embed(native: KernelSet, table: np.ndarray, ids: np.ndarray, *arguments: Any, **options: Any) -> Any:
     return native.embed(native.prepare_embedding(table), ids, *arguments, **options)
+
+
+def _mix_experts(native: KernelSet, x: np.ndarray, routing: Routing, experts: Experts, *arguments: Any) -> Any:
+    """The experts of torch are prepared for torch: the native set takes their matrices."""
+    return native.mix_experts(x, routing, replace(experts, prepared=None), *arguments)
 
 
 def _on_host(value: Any, copied: bool = False) -> Any:

@@ -47,7 +47,7 @@ from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import assemble
-from bifolio.model.weights import ModelWeights
+from bifolio.model.weights import LayerWeights, ModelWeights
 from bifolio.sampling.sampler import prompt_logprobs
 
 IGNORED_TARGET = -100  # positions with this target are excluded from the loss
@@ -75,15 +75,16 @@ CHARACTER_MODEL = ModelConfig(  # a small character model for the 65 characters 
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model of most families without experts; without arguments a small character model."""
+    """A decoder-only language model of most families, dense or with experts; by default a small character model."""
 
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
-        if config.moe is not None or config.mla is not None or config.sinks:
+        beside = config.moe is not None and (config.moe.beside_mlp or config.moe.expert_bias)
+        if beside or config.mla is not None or config.sinks:
             raise ConfigError(
-                f"LanguageModel holds dense models, and {config.architecture} has experts, latents or sinks: use "
-                "bifolio.LLM"
+                f"LanguageModel holds networks without latents, sinks, and experts with biases or beside an MLP, which "
+                f"{config.architecture} has: use bifolio.LLM"
             )
         if config.value_norm or config.layer_scales or config.layer_inputs is not None or config.streams is not None:
             raise ConfigError(
@@ -268,6 +269,7 @@ class LanguageModel(nn.Module):
             return self._form.tensor(name, shape, self.get_parameter)
 
         weights = assemble(self.config, self._names, fetch, fetch)
+        weights = replace(weights, layers=tuple(with_experts(layer, self._kernels()) for layer in weights.layers))
         if len(self._frequencies) != len(weights.inverse_frequencies) or any(
             f.device != self.device for f in self._frequencies
         ):
@@ -381,6 +383,13 @@ class TokenChooser:
 def _check_count(max_new_tokens: int) -> None:
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}")
+
+
+def with_experts(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
+    """The layer with its experts as the kernel set takes them."""
+    if layer.moe is None:
+        return layer
+    return replace(layer, moe=replace(layer.moe, experts=kernels.prepare_experts(layer.moe.experts)))
 
 
 def fresh_batch(idx: torch.Tensor, kernels: KernelSet, rope: int = 0) -> Batch:

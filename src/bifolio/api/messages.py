@@ -105,11 +105,17 @@ class Control(msgspec.Struct, tag="control", omit_defaults=True):
     """Pause the engine, let it go on, or give it other weights."""
 
     id: str
-    verb: Literal["pause", "resume", "update", "reset", "sleep", "wake", "look"]
+    verb: Literal["pause", "resume", "update", "reset", "sleep", "wake", "look", "join", "expect", "take", "leave"]
     aborts: bool = False  # of a pause: requests end, else they wait
     path: str = ""  # folder of the weights
     level: int = 1  # of sleep
     tags: list[str] | None = None  # the parts that wake; None: all
+    host: str = ""  # of a communicator that a trainer joins
+    port: int = 0
+    world_size: int = 0
+    name: str = ""  # of a tensor that the trainer sends next
+    dtype: str = ""
+    shape: list[int] = []
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, options
+
+if TYPE_CHECKING:
+    from bifolio.api.llm import LLM
 
 HELP = """Measure the perplexity of a model on a text file, or its score on a task.
 
 The text is cut into windows that do not overlap; every token but the first of a window is predicted from the
 tokens before it in the window. Lower is better: exp of the mean loss per token.
 
-A task is a file of JSON lines with a prompt and the right answer, or choices. Its certificate holds the digests of
+A task is a file of JSON lines with a prompt and the right answer, or choices; or, where lm-eval is installed, the name
+of one of its tasks or the .yaml file of one. Its certificate holds the digests of
 task, model and arithmetic and the hash of every answer: it is the same for every batch size, order and cache.
 `bifolio eval compare A B` pairs two certificates of one task, item by item."""
 EPILOG = """Examples:
@@ -27,6 +32,8 @@ EPILOG = """Examples:
   bifolio eval --task sums.jsonl --model smol.gguf --certificate smol.json
 
   bifolio eval --task sums.jsonl --model smol.gguf --verify smol.json
+
+  bifolio eval --task gsm8k --limit 100 --model smol.gguf
 
   bifolio eval compare smol.json smol-q4.json"""
 
@@ -48,7 +55,11 @@ def evaluate(
         int | None, commands.option("--max-tokens", "-n", help="Number of tokens to score; default: all.")
     ] = None,
     task: Annotated[
-        Path | None, commands.option("--task", help="A file of JSON lines: prompt and answer, or choices.")
+        str | None,
+        commands.option("--task", help="A file of JSON lines (prompt and answer, or choices), or a task of lm-eval."),
+    ] = None,
+    limit: Annotated[
+        int | None, commands.option("--limit", help="Number of items of a task, from the first; default: all.", min=1)
     ] = None,
     certificate: Annotated[
         Path | None, commands.option("--certificate", help="Write the certificate of the task to this file.")
@@ -68,16 +79,19 @@ def evaluate(
     if text is None or task is not None:
         if window is not None or max_tokens is not None:
             raise commands.BadParameter("--window and --max-tokens belong to a text file: leave them out")
-        return _evaluate_task(numerics, model, task or Path(), (certificate, verify), max_num_seqs, as_json)
-    if certificate is not None or verify is not None or max_num_seqs is not None:
-        raise commands.BadParameter("--certificate, --verify and --max-num-seqs belong to --task: leave them out")
+        return _evaluate_task(numerics, model, task or "", limit, (certificate, verify), max_num_seqs, as_json)
+    if certificate is not None or verify is not None or max_num_seqs is not None or limit is not None:
+        raise commands.BadParameter(
+            "--certificate, --verify, --limit and --max-num-seqs belong to --task: leave them out"
+        )
     return _perplexity(numerics, text, model, window, max_tokens, as_json)
 
 
 def _evaluate_task(
     numerics: options.Numerics,
     model: str | None,
-    task: Path,
+    task: str,
+    limit: int | None,
     files: tuple[Path | None, Path | None],  # to write a certificate to, and to compare with
     max_num_seqs: int | None,
     as_json: bool,
@@ -85,9 +99,13 @@ def _evaluate_task(
     from bifolio.api.llm import LLM
     from bifolio.measure.evaluation import evaluate, read_certificate, read_task, verify
 
-    items, expected = read_task(task), None if files[1] is None else read_certificate(files[1])
+    path = Path(task)
+    is_harness = path.suffix == ".yaml" or not path.exists()
+    certify = _harness() if is_harness else None
+    items = [] if is_harness else read_task(path)[:limit]
+    expected = None if files[1] is None else read_certificate(files[1])
     with LLM(model, max_num_seqs=max_num_seqs, **numerics.for_llm()) as llm:
-        found = evaluate(llm, items, task.name)
+        found = evaluate(llm, items, path.name) if certify is None else certify(llm, task, limit)
     if expected is not None:
         verify(found, expected)
     if files[0] is not None:
@@ -96,8 +114,21 @@ def _evaluate_task(
         commands.echo(json.dumps({key: value for key, value in found.items() if key != "items"}))
         return
     score = found["score"]
-    commands.echo(f"{score['correct']} of {len(items)} are right ({score['accuracy']:.1%})")
+    for name, value in score.get("metrics", {}).items():
+        commands.echo(f"{name}: {value:.4f}")
+    commands.echo(f"{score['correct']} of {found['task']['items']} are right ({score['accuracy']:.1%})")
     commands.echo(f"certificate {found['digest']}" + ("" if expected is None else ": verified"))
+
+
+def _harness() -> Callable[[LLM, str, int | None], dict[str, Any]]:
+    """The function that certifies tasks of lm-eval."""
+    try:
+        from bifolio.measure.lm_eval_model import certify
+    except ModuleNotFoundError as error:
+        raise commands.BadParameter(
+            "the task is no file, and tasks of lm-eval need the package: pip install lm-eval, or pass a file"
+        ) from error
+    return certify
 
 
 def _compare(first: Path, second: Path, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -98,15 +98,22 @@ def evaluate(llm: LLM, items: Sequence[Item], name: str) -> Certificate:
     for (place, _), request in zip(owners, requests, strict=True):
         answers[place].append(request)
     results = [_result(item, found) for item, found in zip(items, answers, strict=True)]
-    results.sort(key=lambda result: str(result["id"]))
-    correct = sum(result["correct"] for result in results)
     task = sorted((msgspec.to_builtins(item) for item in items), key=lambda item: str(item["id"]))
+    return certificate_of(llm, name, digest_of_facts(task), results)
+
+
+def certificate_of(
+    llm: LLM, name: str, task_digest: str, results: list[dict[str, Any]], scores: Mapping[str, Any] | None = None
+) -> Certificate:
+    """The certificate of these results, which have an id, whether they are correct, an answer and its hash."""
+    results = sorted(results, key=lambda result: str(result["id"]))
+    correct = sum(result["correct"] for result in results)
     certificate: Certificate = {
         "format": FORMAT,
-        "task": {"name": name, "digest": digest_of_facts(task), "items": len(items)},
+        "task": {"name": name, "digest": task_digest, "items": len(results)},
         "model": llm.identity,
         "numerics": llm.numerics,
-        "score": {"correct": correct, "accuracy": correct / len(items)},
+        "score": {"correct": correct, "accuracy": correct / len(results), **(scores or {})},
         "items": results,
     }
     return {**certificate, "digest": digest_of_facts(certificate)}

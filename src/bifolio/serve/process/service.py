@@ -19,6 +19,7 @@ from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
+from bifolio.api.weight_stream import WeightStream
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
@@ -64,6 +65,7 @@ class EngineService:
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
+    _weights: WeightStream = field(init=False, default_factory=WeightStream)
     _branches: BranchTable = field(init=False)
     snapshots: Snapshots = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
@@ -83,6 +85,7 @@ class EngineService:
         self.thread.stop()
         self._compiler.close()
         self._adapters.close()
+        self._weights.leave()
         self.close_files()
         for part in (self.publisher, self.transfer):
             if part is not None:
@@ -141,7 +144,7 @@ class EngineService:
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
-            control(self.llm, self.thread, message, self.send)
+            control(self.llm, self.thread, self._weights, message, self.send)
         elif isinstance(message, m.BranchCall) and message.verb in VERBS:
             self.snapshots.handle(message)
         elif isinstance(message, m.BranchCall):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
-from bifolio.api.weight_update import updated_model
+from bifolio.api.weight_stream import WeightStream
+from bifolio.api.weight_update import Source, updated_model
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.sleep import check_can_sleep, checked_tags, fall_asleep, wake
 from bifolio.engine.thread import EngineThread
@@ -15,7 +16,9 @@ from bifolio.errors import BifolioError, ConfigError, FaultKind
 from bifolio.model.weights import prepare
 
 
-def control(llm: LLM, thread: EngineThread, message: m.Control, send: Callable[[m.FromEngine], None]) -> None:
+def control(
+    llm: LLM, thread: EngineThread, stream: WeightStream, message: m.Control, send: Callable[[m.FromEngine], None]
+) -> None:
     """Run a control message; new weights are read and prepared while the engine goes on."""
 
     def done(engine: InferenceEngine) -> None:
@@ -42,9 +45,15 @@ def control(llm: LLM, thread: EngineThread, message: m.Control, send: Callable[[
         engine.blocks.drop_cached()
         done(engine)
 
-    def update() -> None:
+    def take() -> None:
+        if stream.has_tensors:
+            update(stream.taken)
+        else:
+            thread.post(done)
+
+    def update(source: Callable[[], Source] = lambda: message.path) -> None:
         try:
-            model = updated_model(llm.model, message.path)
+            model = updated_model(llm.model, source())
             prepared = prepare(model.weights, llm.engine.runner.kernels)
             thread.call(lambda engine: llm.exchange(model, prepared)).result()
         except (BifolioError, OSError) as error:
@@ -79,8 +88,22 @@ def control(llm: LLM, thread: EngineThread, message: m.Control, send: Callable[[
         thread.is_paused = thread.is_paused and bool(engine.asleep)
         done(engine)
 
-    if message.verb in ("update", "wake"):
-        work = update if message.verb == "update" else wake_up
+    def communicate(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BifolioError as error:
+            refuse(error)
+        else:
+            thread.post(done)
+
+    if message.verb in ("update", "wake", "take"):
+        work = {"update": update, "wake": wake_up, "take": take}[message.verb]
         threading.Thread(target=work, name="bifolio-weights", daemon=True).start()
+    elif message.verb == "join":
+        communicate(lambda: stream.join(message.host, message.port, message.world_size))
+    elif message.verb == "expect":
+        communicate(lambda: stream.expect(message.name, message.dtype, message.shape))
+    elif message.verb == "leave":
+        communicate(stream.leave)
     else:
         thread.post({"pause": pause, "resume": resume, "reset": reset, "sleep": sleep, "look": done}[message.verb])

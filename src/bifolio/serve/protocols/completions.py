@@ -176,7 +176,9 @@ def _top(item: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
     return found
 
 
-async def prepare(context: ServerContext, request: CompletionRequest, tenant: Tenant) -> CompletionCall:
+async def prepare(
+    context: ServerContext, request: CompletionRequest, tenant: Tenant, prompt_logprobs: int | None = None
+) -> CompletionCall:
     """Check a request and turn it into a job."""
     context.check_model(request.model)
     if request.stream and request.best_of is not None and request.best_of > request.n:
@@ -195,7 +197,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         max_tokens=request.max_tokens if request.max_tokens is not None else 16,
         logprobs=request.logprobs,
         best_of=request.best_of,
-        prompt_logprobs=request.logprobs if scores_prompt else None,
+        prompt_logprobs=request.logprobs if scores_prompt else prompt_logprobs,
     )
     if request.suffix:
         params = ending_at(params, context.model.require_infill().ends)

@@ -35,6 +35,7 @@ class RolloutParams(Strict, kw_only=True):
     stop_token_ids: Annotated[list[Count], Meta(max_length=1024)] | None = None
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None  # of each prompt token after the first
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
@@ -48,6 +49,7 @@ class RolloutRequest(Strict, kw_only=True):
     token_ids: TokenIds
     sampling_params: RolloutParams = msgspec.field(default_factory=RolloutParams)
     model: Name | None = None
+    request_id: Name | None = None  # the answer repeats it
     cache_salt: Name | None = None  # prefixes are shared only with the same salt, such as the version of the weights
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
 
@@ -64,13 +66,36 @@ class TrlRequest(Strict, kw_only=True):
     min_p: Probability = 0.0
     max_tokens: Count = 16
     logprobs: Annotated[int, Meta(ge=0, le=100)] | None = 0
-    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None  # keep the last tokens of a prompt
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None  # last tokens; -1: all that fit
+    images: Annotated[list[None], Meta(max_length=MAX_PROMPTS)] | None = None  # of each prompt none
     structured_outputs_regex: Annotated[str, Meta(max_length=8 << 10)] | None = None
     generation_kwargs: FreeJson | None = None  # further sampling parameters
 
 
 class WeightUpdate(Strict, kw_only=True):
     weight_dir: Annotated[str, Meta(max_length=4096)]  # on the server's machine: a folder, or a file of `write_delta`
+
+
+class Communicator(Strict, kw_only=True):
+    """TRL's `VLLMClient.init_communicator`: the address on which the server waits for the trainer."""
+
+    host: Annotated[str, Meta(max_length=256)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    world_size: Annotated[int, Meta(ge=2, le=1024)]
+    client_device_uuid: Annotated[str, Meta(max_length=256)] | None = None  # of the trainer; without effect
+
+
+class NamedTensor(Strict, kw_only=True):
+    """TRL's `VLLMClient.update_named_param`: a tensor that the trainer broadcasts next."""
+
+    name: Annotated[str, Meta(max_length=1024)]
+    dtype: Annotated[str, Meta(max_length=32)]
+    shape: Annotated[list[Count], Meta(max_length=8)]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None = None  # of a prompt's own tokens
 
 
 class RolloutLogprob(msgspec.Struct):
@@ -95,6 +120,7 @@ class Rollout(msgspec.Struct):
     choices: list[RolloutChoice]
     weight_version: int  # of the weights that computed the last token
     num_weight_changes: int  # exchanges of weights while it was generated
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None  # by token id, the prompt's own token first
 
 
 class TrlRollouts(msgspec.Struct):

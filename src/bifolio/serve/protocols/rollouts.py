@@ -1,7 +1,8 @@
 """Trainers: rollouts by token ids, pauses, and new weights, as prime-rl and TRL call them.
 
-`/inference/v1/generate` takes and gives token ids with logprobs. `/pause`, `/resume`, `/update_weights` (a folder) and
-`/reset_prefix_cache` change the engine for all clients: the server refuses them unless it was started for them.
+`/inference/v1/generate` takes and gives token ids with logprobs. `/pause`, `/resume`, `/update_weights` (a folder),
+`/init_communicator/` and `/reset_prefix_cache` change the engine for all clients: the server refuses them unless it was
+started for them. Tensors of `/update_named_param/` are in use from the next `/reset_prefix_cache/` or `/generate/` on.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from bifolio.serve.protocols.completions import prepare as prepare_completion
 from bifolio.serve.protocols.openai_answers import Usage
 
 MODES = ("keep", "abort")
-NO_COMMUNICATOR = (
-    "this server takes new weights from a folder, not over a communicator of GPUs: save them and call /update_weights"
-)
 
 
 @dataclass(slots=True)
@@ -41,6 +39,7 @@ class RolloutCall:
     """One prompt of token ids; the answer is written when all of it is there."""
 
     call: CompletionCall
+    id: str
 
     @property
     def job(self) -> Job:
@@ -51,7 +50,9 @@ class RolloutCall:
             t.RolloutChoice(index, answer.token_ids, answer.finish_reason, self._logprobs(answer))
             for index, answer in whole.choices()
         ]
-        return t.Rollout(self.call.id, choices, whole.weight_version, whole.num_weight_changes)
+        scores = whole.prompt_logprobs[0]
+        prompt = None if scores is None else [None if each is None else _prompt_logprob(each) for each in scores]
+        return t.Rollout(self.id, choices, whole.weight_version, whole.num_weight_changes, prompt)
 
     def _logprobs(self, answer: Answer) -> t.RolloutLogprobs | None:
         if self.call.request.logprobs is None:
@@ -90,19 +91,24 @@ class TrlCall:
 async def generate(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.RolloutRequest)
     fields = msgspec.structs.asdict(request.sampling_params)
+    prompt_logprobs = fields.pop("prompt_logprobs")
     tokens: list[str | int | list[int]] = [*request.token_ids]
     completion = p.CompletionRequest(
         prompt=tokens, model=request.model, cache_salt=request.cache_salt, priority=request.priority, **fields
     )
-    call = await prepare_completion(context, completion, tenant_of(scope))
-    await run_call(context, RolloutCall(call), scope, receive, send)
+    call = await prepare_completion(context, completion, tenant_of(scope), prompt_logprobs)
+    await run_call(context, RolloutCall(call, request.request_id or call.id), scope, receive, send)
 
 
 async def generate_trl(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.TrlRequest)
     prompts = [tokens for _, tokens in await read_prompts(context, request.prompts, True)]  # type: ignore[arg-type]
     if request.truncate_prompt_tokens is not None:
-        prompts = [tokens[-request.truncate_prompt_tokens :] for tokens in prompts]
+        room = max(context.max_model_len - request.max_tokens, 1)
+        most = room if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
+        prompts = [tokens[-most:] if most else [] for tokens in prompts]
+    if context.allow_updates:
+        await _control(context, scope, receive, Control("", "take"))
     names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs")
     fields = {name: getattr(request, name) for name in names} | (request.generation_kwargs or {})
     if request.structured_outputs_regex is not None:
@@ -135,6 +141,7 @@ async def update_weights(context: ServerContext, scope: Scope, receive: Receive,
 
 
 async def reset(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    await _control(context, scope, receive, Control("", "take"))
     await send_json(send, await _control(context, scope, receive, Control("", "reset")))
 
 
@@ -163,8 +170,21 @@ async def world_size(context: ServerContext, scope: Scope, receive: Receive, sen
     await send_json(send, t.WorldSize())
 
 
-async def no_communicator(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(501, NO_COMMUNICATOR, "not_supported")
+async def init_communicator(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), t.Communicator)
+    control = Control("", "join", host=request.host, port=request.port, world_size=request.world_size)
+    await send_json(send, await _control(context, scope, receive, control))
+
+
+async def update_named_param(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), t.NamedTensor)
+    control = Control("", "expect", name=request.name, dtype=request.dtype, shape=request.shape)
+    await send_json(send, await _control(context, scope, receive, control))
+
+
+async def close_communicator(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    await _control(context, scope, receive, Control("", "take"))
+    await send_json(send, await _control(context, scope, receive, Control("", "leave")))
 
 
 async def health(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,6 +212,11 @@ def _logprob(item: TokenLogprob) -> t.RolloutLogprob:
     return t.RolloutLogprob(f"token_id:{item.token_id}", item.logprob, top)
 
 
+def _prompt_logprob(item: TokenLogprob) -> dict[str, t.PromptLogprob]:
+    others = {str(token): t.PromptLogprob(value) for token, value in item.top if token != item.token_id}
+    return {str(item.token_id): t.PromptLogprob(item.logprob, item.rank), **others}
+
+
 def _pairs(item: TokenLogprob, wanted: int) -> list[tuple[int, float]]:
     """The most likely tokens, best first, or the sampled one alone."""
     return list(item.top[:wanted]) if wanted else [(item.token_id, item.logprob)]
@@ -211,6 +236,7 @@ ROUTES: tuple[RouteRow, ...] = (
     ("/get_world_size/", "GET", world_size),
     ("/health/", "GET", health),
     ("/generate/", "POST", generate_trl),
-    ("/init_communicator/", "POST", no_communicator),
-    ("/update_named_param/", "POST", no_communicator),
+    ("/init_communicator/", "POST", init_communicator),
+    ("/update_named_param/", "POST", update_named_param),
+    ("/close_communicator/", "POST", close_communicator),
 )
