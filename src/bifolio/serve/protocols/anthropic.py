@@ -121,12 +121,7 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
         for block in message.content
         if block.type == "tool_result"
     ]
-    for block in message.content:
-        if block.source is not None and block.type != "image":
-            named = ", ".join(
-                name for name in block.source.__struct_fields__ if getattr(block.source, name) is not None
-            )
-            raise bad_request(f"a block with a source ({named}) is an image: set its type to image", "messages")
+    _check_sources(message.content)
     text: str | list[p.ContentPart] = "".join(block.text or "" for block in message.content if block.type == "text")
     shown = [part for block in message.content if block.type == "tool_result" for part in _shown(block)]
     if shown or any(block.type == "image" for block in message.content):
@@ -140,9 +135,20 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
     return found
 
 
+def _check_sources(blocks: Sequence[Block] | Sequence[ResultPart]) -> None:
+    """Refuse a source of a block that is no image."""
+    for block in blocks:
+        if block.source is not None and block.type != "image":
+            named = ", ".join(
+                name for name in block.source.__struct_fields__ if getattr(block.source, name) is not None
+            )
+            raise bad_request(f"a block with a source ({named}) is an image: set its type to image", "messages")
+
+
 def _shown(block: Block) -> list[p.ContentPart]:
     """The images of a tool's result."""
     parts = [] if block.content is None or isinstance(block.content, str) else block.content
+    _check_sources(parts)
     return [_part(part) for part in parts if part.type == "image"]
 
 
