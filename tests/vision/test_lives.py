@@ -39,6 +39,8 @@ LATER = {
 EVERY = {**MODELS, **LATER}
 SIZES = {"block_size": 4, "max_model_len": 160, "max_num_seqs": 5}
 LARGE = {**SIZES, "max_model_len": 360}  # of families whose images have more tokens
+LONG = [("".join(chr(97 + (place * 7 + number) % 26) for place in range(120)),) for number in range(3)]
+FILLING = [(text, "greedy", 0) for text in LONG]  # requests after which the cache holds little of those before
 MORE = [5, 6, 7]  # tokens of a second turn
 TEXTS = ("", "one", "one two three four five")
 PIXELS = [picture(34 + 9 * seed, 40, seed) for seed in range(3)]
@@ -112,12 +114,12 @@ class Life:
     def __init__(
         self, name: str, lives: list[Any], chunk_size: int, spare: int, drafts: bool, tiers: bool, gap: int
     ) -> None:
-        self.name, self.lives, self.gap = name, lives, gap
+        self.name, self.lives, self.gap = name, [*lives, *FILLING, *lives] if tiers else lives, gap
         self.model = EVERY[name]()
         speculative = SpeculativeConfig(length=3, adaptive=False) if drafts else None
         sizes = {"num_blocks": 42 + spare, **SIZES} if name in MODELS else {"num_blocks": 92 + spare, **LARGE}
         self.llm = LLM(self.model.folder, chunk_size=chunk_size, speculative=speculative,
-                       kv_offload=400_000 if tiers else None, **sizes)  # fmt: skip
+                       kv_offload=4_000_000 if tiers else None, **sizes)  # fmt: skip
         self.engine = self.llm.engine
         if self.engine.tiers is not None:
             self.engine.tiers.costs = AlwaysRead()
