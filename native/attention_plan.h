@@ -43,7 +43,7 @@ inline int64_t window_begin(const AttentionConstants& shape, int64_t position) {
 
 // One past the last position that a query sees.
 inline int64_t window_end(const AttentionConstants& shape, const Query& query) {
-  if (!shape.bidirectional) return query.end;
+  if (!shape.bidirectional) return shape.causal ? query.position + 1 : query.end;
   return shape.window && query.position + shape.window < query.length ? query.position + shape.window : query.length;
 }
 

@@ -200,6 +200,11 @@ void bind_classes(nb::module_& m) {
         copy.bidirectional = true;
         return copy;
       }, nb::keep_alive<0, 1>())
+      .def("of_earlier", [](const AttentionConstants& self) {
+        AttentionConstants copy = self;
+        copy.causal = true;
+        return copy;
+      }, nb::keep_alive<0, 1>())
       .def("with_bias", [](const AttentionConstants& self, nb::handle bias_array) {
         AttentionConstants copy = self;
         const Input bias = array_of<const float, 2>("bias", bias_array);

@@ -147,6 +147,26 @@ Register xielu(ProgramHolder& self, Register x, float positive, float negative, 
   });
 }
 
+// Each column between its bounds.
+Register clamp(ProgramHolder& self, Register x, nb::handle least_array, nb::handle most_array) {
+  self.require_register("x", x);
+  const Vector lower = vector("least", least_array), upper = vector("most", most_array);
+  const int64_t width = self.program.width(x);
+  require_length("least", lower, width);
+  require_length("most", upper, width);
+  for (int64_t i = 0; i < width; ++i)
+    require(lower.data()[i] <= upper.data()[i], "least is ", lower.data()[i], " in column ", i, " and most is ", upper.data()[i]);
+  const std::vector<float> least(lower.data(), lower.data() + width), most(upper.data(), upper.data() + width);
+  return self.record("clamp", {x}, self.program.like(x), [=](const Call& c) {
+    const Rows in = c.in(), out = c.out();
+    each_row(c.m, in.count, in.width, [&](int64_t row) {
+      const float* __restrict source = in.row(row);
+      float* __restrict target = out.row(row);
+      for (int64_t i = 0; i < in.width; ++i) target[i] = std::min(std::max(source[i], least[i]), most[i]);
+    });
+  });
+}
+
 // act(max(gate - least, 0)) * up, where `least` is the mean of the gates plus `cutoff` standard deviations.
 void sparse_act_mul_row(const float* gate, int64_t width, float cutoff, Activation activation, float* out) {
   double sum = 0.0, spread = 0.0;
@@ -374,6 +394,7 @@ void bind_operations(ProgramClass& program) {
       .def("add_norm", recording(&add_norm), "x"_a, "delta"_a, "weights"_a)
       .def("act", recording(&act), "x"_a, "activation"_a)
       .def("xielu", recording(&xielu), "x"_a, "positive"_a, "negative"_a, "linear"_a, "most"_a)
+      .def("clamp", recording(&clamp), "x"_a, array("least"), array("most"))
       .def("act_mul", recording(&act_mul), "x"_a, "activation"_a, "cutoff"_a.none() = nb::none())
       .def("gate", recording(&gate), "x"_a, "logits"_a)
       .def("join_columns", recording(&join_columns), "parts"_a, "starts"_a, "stops"_a, array("factors") = nb::none())

@@ -44,6 +44,7 @@ struct AttentionConstants {
   const float* slopes = nullptr;   // [num_heads] scores grow by slope * (position - position of the query); null: they do not
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
   bool bidirectional = false;    // a query sees the positions after it, too; a window reaches as far in both directions
+  bool causal = false;           // a query sees no later position in segments that are not causal, either
   const float* bias = nullptr;   // [num_heads][2 * reach + 1] added to scores, by the position of the key minus that of the query; null: none
   int64_t reach = 0;             // larger distances have the bias of this one
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from later_models import gemma4_large_model, gemma4_model, gemma4_unified_model, mistral3_model
 from vision_models import (
     VisionModel,
     gemma3_model,
@@ -32,6 +33,10 @@ MODELS = {
     "qwen3_vl_moe": qwen3_vl_moe_model,
     "qwen3_5": qwen3_5_model,
     "smolvlm": idefics3_model,
+    "gemma4": gemma4_model,
+    "gemma4_large": gemma4_large_model,
+    "gemma4_unified": gemma4_unified_model,
+    "mistral3": mistral3_model,
 }
 SIZES = {"num_blocks": 320, "max_model_len": 512, "max_num_seqs": 6, "token_budget": 64, "chunk_size": 48}
 PROMPTS = {  # in the order of their arrival: (text, numbers of pictures)

@@ -10,6 +10,7 @@ import pytest
 from bifolio import LLM, SamplingParams
 from bifolio.cli.chat_commands import obey
 from bifolio.cli.conversation import Conversation
+from bifolio.cli.dropped_files import dropped_images, path_of
 from bifolio.cli.main import build_app
 from cli_runner import CliRunner
 from helpers import tiny_folder
@@ -88,3 +89,38 @@ def test_inspect_shows_the_tower() -> None:
     result = CliRunner().invoke(build_app(), ["inspect", str(gemma3_model().folder)])
     assert result.exit_code == 0, result.output
     assert "images: tower gemma3, 2 layers of 48, patches of 6 x 6" in result.stdout
+
+
+def test_dropped_paths_are_images(tmp_path: Path) -> None:
+    """As terminals write them: quoted, escaped, as URLs; only those of files, in front of a text."""
+    photo, other = tmp_path / "a photo (1).png", tmp_path / "b.JPG"
+    for path in (photo, other):
+        path.write_bytes(b"")
+    escaped = str(photo).replace(" ", "\\ ").replace("(", "\\(").replace(")", "\\)")
+    url = "file://" + str(photo).replace(" ", "%20")
+    for written in (f"'{photo}'", f'"{photo}"', escaped, url):
+        assert dropped_images(written) == ([photo], "")
+        assert dropped_images(f"{written} {other}  What is this?") == ([photo, other], "What is this?")
+    for text in ("", "/help", f"look at {other}", f"{other}.gif", str(tmp_path), "/" + "x" * 5000, "b.JPG", "/a\0.png",
+                 f"{other}?", "it's a 'text"):  # fmt: skip
+        assert dropped_images(text) == ([], text.strip())
+    assert path_of(str(photo)) == photo
+    assert path_of(escaped) == photo
+    assert path_of("~/x.png") == Path.home() / "x.png"
+
+
+@pytest.mark.full
+def test_a_chat_takes_dropped_images(photo: Path) -> None:
+    """Images alone wait for the next message; with a text behind them they are sent; a text model refuses them."""
+    lines = [f"'{photo}'", "What?", f"{str(photo).replace(' ', chr(92) + ' ')} And this?", "/bye"]
+    arguments = ["chat", "-m", str(gemma3_model().folder), "-t", "0", "-n", "3", "--json"]
+    result = CliRunner().invoke(build_app(), arguments, input="\n".join(lines) + "\n")
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == 2
+    assert answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"] + 16
+    folder = tiny_folder(tokenizer=True, chat_template="{{ messages[-1].content }}")
+    refused = CliRunner().invoke(build_app(), ["chat", "-m", str(folder), "-n", "3", "--json"],
+                                 input=f"'{photo}' What?\n/bye\n")  # fmt: skip
+    assert "this model reads text only: remove the image" in refused.output
+    assert not any(line.startswith("{") for line in refused.stdout.splitlines())

@@ -21,9 +21,11 @@ from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.adapters.layout import traced_layers
 from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loader import load_model
+from bifolio.prompts import PromptTokens
 from bifolio.sequence import Request
 from draft_heads import eagle_folder
 from helpers import fresh_folder, tiny_folder, tiny_model, tiny_tokenizer
+from vision.vision_models import gemma3_model, picture
 
 PROMPT = "the little fox read the little fox read the"
 WINDOW = 6
@@ -48,11 +50,12 @@ CHOOSING: dict[str, dict[str, Any]] = {
     "MLA": {},
     "attention sinks": {},
     "hybrid": {},
+    "image": {},
     "adapter": {},
 }
 NETWORKS = {
     "sliding window": "", "mixture-of-experts": "qwen3moe", "MLA": "deepseek2", "attention sinks": "gptoss",
-    "hybrid": "lfm2",
+    "hybrid": "lfm2", "image": "gemma3",
 }  # fmt: skip
 SPECULATION = {"ngram", "draft", "eagle"}
 NEUTRAL = ("ngram", "draft", "eagle", "prefix hit", "chunked prefill", "preemption")
@@ -67,6 +70,8 @@ def folder(features: frozenset[str]) -> Path:
     if network is None or not NETWORKS[network]:
         config = {"model_type": "mistral", "sliding_window": WINDOW} if network else {}
         return tiny_folder(tokenizer=True, seed=3, **config)
+    if network == "image":
+        return gemma3_model().folder
     tokenizer = tiny_tokenizer()
     _, path = tiny_model(NETWORKS[network], vocab_size=tokenizer.get_vocab_size())
     tokenizer.save(str(path / "tokenizer.json"))
@@ -152,15 +157,22 @@ def adapter_of(llm: LLM, features: frozenset[str]) -> Any:
     return llm.engine.adapters.load("a", adapter(features & frozenset(NETWORKS)))
 
 
+def prompt_of(llm: LLM, features: frozenset[str]) -> PromptTokens:
+    """The text, in front of which one of the features puts an image."""
+    if "image" not in features:
+        return llm.prompt_tokens(PROMPT)
+    data = {"multi_modal_data": {"image": picture(40, 50, 1)}}
+    return llm.prompt_tokens({"prompt": f"<start_of_image>{PROMPT}", **data})
+
+
 def add(llm: LLM, features: frozenset[str]) -> Request:
-    options, own = choosing(features), adapter_of(llm, features)
-    tokens = llm.model.require_tokenizer().encode(PROMPT)
+    options, own, prompt = choosing(features), adapter_of(llm, features), prompt_of(llm, features)
     if "beams" in features:
         returned = options.pop("n", None)
         width = BeamSearchParams(4, num_return_sequences=returned, length_penalty=-1.0, **options)
-        return llm.engine.add_beam_search("request", tokens, width, adapter=own)
+        return llm.engine.add_beam_search("request", prompt.token_ids, width, adapter=own, images=prompt.images)
     params = SamplingParams(temperature=0.8, seed=11, **options)
-    return llm.engine.add_request("request", tokens, params, adapter=own)
+    return llm.engine.add_request("request", prompt.token_ids, params, adapter=own, images=prompt.images)
 
 
 def drain(llm: LLM) -> None:
@@ -205,7 +217,8 @@ def test_pair(first: str, second: str) -> None:
     tokens = llm.model.require_tokenizer().encode(PROMPT)
     if "prefix hit" in pair:
         before = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        engine.add_request("before", tokens, before, adapter=adapter_of(llm, pair))
+        whole = prompt_of(llm, pair)
+        engine.add_request("before", whole.token_ids, before, adapter=adapter_of(llm, pair), images=whole.images)
         drain(llm)
     for number in range(4):
         engine.add_request(f"older {number}", [*tokens[number:], 5 + number], company)
@@ -214,7 +227,10 @@ def test_pair(first: str, second: str) -> None:
     assert request.error is None
     assert essence(request) == essence(expected)
     if "prefix hit" in pair:
-        assert request.metrics.num_cached_tokens > 0
+        assert request.metrics.num_cached_tokens >= (
+            max(image.end for image in request.images) // 4 * 4 if request.images else 1
+        )
+    assert ("image" in pair) == bool(request.images)
     if "preemption" in pair:
         assert request.metrics.num_preemptions > 0
     if pair & SPECULATION and "beams" not in pair:

@@ -21,7 +21,7 @@ from image_requests import PROMPTS, SIZES, assert_greedy, drain, loaded, prompt_
 FEW = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "qwen3_5", "gemma4", "gemma4_large"])
 def test_tokens_and_logprobs_equal_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image beside text, in chunks; a second turn behind it reads positions and places that differ."""
     engine = built_engine(loaded(name), kernels=TritonKernels("cpu", "f32"), **SIZES)

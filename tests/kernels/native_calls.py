@@ -290,6 +290,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "AttentionShape.counting_from": lambda: {"self": shape(), "start": 1},
     "AttentionShape.with_sinks": lambda: {"self": shape(), "sinks": floats(HEADS)},
     "AttentionShape.both_ways": lambda: {"self": shape()},
+    "AttentionShape.of_earlier": lambda: {"self": shape()},
     "AttentionShape.with_bias": lambda: {"self": shape(), "bias": floats(HEADS, 9)},
     "Router": lambda: {
         "num_experts": EXPERTS,
@@ -316,6 +317,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.rope_and_write": lambda: recording(qkv="qkv", cosine="cosine", sine="sine", layer=0, shape=shape()),
     "Program.attend": lambda: recording(query="qkv", layer=0, shape=shape()),
     "Program.act": lambda: recording(x="odd", activation=1),
+    "Program.clamp": lambda: recording(x="x", least=np.zeros(WIDTH, np.float32), most=np.ones(WIDTH, np.float32)),
     "Program.xielu": lambda: recording(x="x", positive=0.8, negative=1.3, linear=0.5, most=-1e-6),
     "Program.act_mul": lambda: recording(x="x", activation=1),
     "Program.all_gather": lambda: recording(x="x", ranks=ranks(), widths=[WIDTH]),

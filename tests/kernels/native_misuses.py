@@ -231,6 +231,7 @@ CLASSES = [
         ("a period of no positions", {"temperature_period": 0}, "temperature_period is 0 and must be at least 1"),
     ),
     *misuses("AttentionShape.both_ways", ("an argument", {"window": 1}, "incompatible", TypeError)),
+    *misuses("AttentionShape.of_earlier", ("an argument", {"window": 1}, "incompatible", TypeError)),
     *misuses(
         "AttentionShape.with_bias",
         ("biases of fewer heads", {"bias": floats(HEADS - 1, 9)}, "bias has 3 rows and must have 4, one for each head"),

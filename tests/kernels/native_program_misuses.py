@@ -92,6 +92,14 @@ RECORDING = [
         ("an infinite coefficient", {"most": float("inf")}, "a coefficient"),
     ),
     *misuses(
+        "Program.clamp",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("too few bounds", {"least": floats(63)}, "least has 63 elements and must have 64"),
+        ("too many bounds", {"most": floats(65)}, "most has 65 elements and must have 64"),
+        ("bounds in the wrong order", {"least": np.full(64, 2, np.float32)}, "least is 2 in column 0 and most is 1"),
+        ("a NaN bound", {"most": np.full(64, np.nan, np.float32)}, "and most is nan"),
+    ),
+    *misuses(
         "Program.act_mul",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("an unknown activation", {"activation": -1}, "activation is -1"),

@@ -217,6 +217,16 @@ def xielu(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return (kernels.to_host(kernels.xielu(x, XieluCoefficients(0.8, 1.3, 0.5, -1e-6))),)
 
 
+@case("clamp")
+def clamp(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Bounds of each column; some have one bound, some none, some admit one value."""
+    x = activations(kernels, normal(rng, 5, 72, scale=2.0))
+    least, most = np.sort(normal(rng, 2, 72), axis=0)
+    least[:20], most[10:30], least[40:44] = -np.inf, np.inf, most[40:44]
+    bounds = (kernels.from_host(each.astype(np.float32)) for each in (least, most))
+    return (kernels.to_host(kernels.clamp(x, *bounds)),)
+
+
 @case("with_rows")
 def with_rows(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """Rows of two images in place of others, as wide as the array and wider; the array stays as it is."""

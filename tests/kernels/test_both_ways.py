@@ -82,3 +82,23 @@ def test_a_text_and_an_image_of_one_sequence_share_a_pass() -> None:
         results.append(found)
     np.testing.assert_allclose(results[1], results[0], rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(results[2], results[0], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_a_layer_may_see_earlier_tokens_alone(kind: str) -> None:
+    """In a segment that is not causal, with and without a cache: as in one that is."""
+    kernels, rng, shape = SETS[kind](), np.random.default_rng(5), shape_of("grouped")
+    earlier = replace(shape, causal=True)
+    context = new_context(kernels, rng, [40, 7], shape.num_kv_heads, shape.head_dim)
+    cached = segment_over(kernels, PREFILL, [20, 7], [40, 7], context.tables)
+    fresh = segment_over(kernels, PREFILL, [17, 10], [17, 10], None)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    heads = Heads(*(activations(kernels, normal(rng, 27, n, shape.head_dim)) for n in sizes))
+    for own, segment, storage in (
+        (Heads(heads.query, None, None), cached, context.storage),
+        (heads, fresh, None),
+    ):
+        expected = kernels.to_host(kernels.attend(own, shape, (segment,), storage))
+        whole = replace(segment, causal=False)
+        np.testing.assert_array_equal(kernels.to_host(kernels.attend(own, earlier, (whole,), storage)), expected)
+        assert not np.array_equal(kernels.to_host(kernels.attend(own, shape, (whole,), storage)), expected)

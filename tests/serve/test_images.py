@@ -155,3 +155,83 @@ def test_bad_images_get_named_errors(seeing: RunningServer) -> None:
         mark = user({"type": "text", "text": "<start_of_image>"})  # spelled by a client: no place for an image
         assert client.post("/v1/chat/completions", json={**mark, "max_tokens": 1}).status_code == 200
     seeing.wait_idle()
+
+
+def results_of(data: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """(Path, body) of conversations in which a tool answers with a text and an image."""
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    calls = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}, {"type": "tool_use", "id": "b", "name": "f",
+                                                                          "input": {}}]  # fmt: skip
+    image = {"type": "image", "source": source}
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "seen"}, image]},
+        {"type": "tool_result", "tool_use_id": "b", "content": "nothing"},
+        {"type": "text", "text": "What is it?"},
+    ]
+    anthropic = [{"role": "user", "content": "Look"}, {"role": "assistant", "content": calls},
+                 {"role": "user", "content": results}]  # fmt: skip
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    url = f"data:image/png;base64,{data}"
+    items = [
+        {"type": "message", "role": "user", "content": "Look"}, {**call, "call_id": "a"}, {**call, "call_id": "b"},
+        {"type": "function_call_output", "call_id": "a", "output": [
+            {"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": url, "detail": "auto"}]},
+        {"type": "function_call_output", "call_id": "b", "output": "nothing"},
+        {"type": "message", "role": "user", "content": "What is it?"},
+    ]  # fmt: skip
+    return {
+        "anthropic": ("/v1/messages", {"messages": anthropic, "model": "tiny", "temperature": 0, "max_tokens": LENGTH}),
+        "responses": ("/v1/responses", {"input": items, "temperature": 0, "max_output_tokens": LENGTH}),
+    }
+
+
+@pytest.mark.full
+def test_images_in_results_of_tools_are_shown_by_the_user(seeing: RunningServer, server: RunningServer) -> None:
+    """Behind all results, in front of the text of the user; a text model refuses them."""
+    image = picture(70, 30, 4)
+    data = encoded(image)
+    messages = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "seen"},
+        {"role": "tool", "content": "nothing"},
+        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]},
+    ]
+    with LLM(gemma3_model().folder, max_model_len=256, num_blocks=100) as llm:
+        params = SamplingParams(temperature=0, max_tokens=LENGTH)
+        (output,) = llm.chat(messages, params)
+    with seeing.http() as client, server.http() as blind:
+        for name, (path, body) in results_of(data).items():
+            reply = client.post(path, json=body)
+            assert reply.status_code == 200, (name, reply.text)
+            assert answer_of(name, reply.json()).strip() == output.outputs[0].text.strip(), name
+            usage = reply.json()["usage"]
+            assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == len(output.prompt_token_ids)
+            reply = blind.post(path, json=body)
+            assert reply.status_code == 400, (name, reply.text)
+            assert said_by(reply.json()).endswith(SENTENCE), (name, reply.text)
+        path, body = results_of(data)["responses"]
+        last = client.post(path, json={**body, "input": body["input"][:-1]})  # the results are the end
+        assert last.status_code == 200, last.text
+    seeing.wait_idle()
+
+
+@pytest.mark.full
+def test_a_model_says_that_it_reads_images(seeing: RunningServer, server: RunningServer) -> None:
+    for running, reads in ((seeing, True), (server, False)):
+        with running.http() as client:
+            assert ("vision" in client.post("/api/show", json={"model": "tiny"}).json()["capabilities"]) is reads
+            assert client.get("/props").json()["modalities"]["vision"] is reads
+            assert client.get("/v1/models").json()["data"][0]["reads_images"] is reads
+
+
+@pytest.mark.full
+def test_places_of_media_are_counted(seeing: RunningServer) -> None:
+    data = encoded(picture(8, 8))
+    with seeing.http() as client:
+        for text, count in (("no place", 0), ("<__media__> and <__media__>", 2)):
+            prompt = {"prompt_string": text, "multimodal_data": [data]}
+            reply = client.post("/completion", json={"prompt": prompt, "n_predict": 1})
+            assert reply.status_code == 400
+            said = f"the prompt has {count} places for images and 1 were passed: write '<__media__>' once"
+            assert said in said_by(reply.json())

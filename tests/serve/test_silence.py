@@ -43,6 +43,7 @@ NOT_COMPARED = {"tenant", "request_id"}
 OF_IMAGES = {
     "messages[].content[].image_url.url",
     "messages[].content[].source.type",
+    "messages[].content[].content[].source.type",
     "prompt.prompt_string",
     "prompt.multimodal_data",
 }

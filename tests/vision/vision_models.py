@@ -28,6 +28,7 @@ class VisionModel:
     processor: Any
     folder: Path
     place: str  # of an image in a prompt
+    masks_as_generated: bool = False  # `forward` by itself has other masks than `generate`
 
     def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
         found = self.processor(text=text, images=list(images) or None, return_tensors="pt")
@@ -45,6 +46,12 @@ class VisionModel:
             for name in ("token_type_ids", "mm_token_type_ids"):
                 if name in inputs:
                     inputs[name] = torch.cat([inputs[name], torch.zeros_like(more)], dim=1)
+        if self.masks_as_generated:
+            blank = torch.zeros((*inputs["input_ids"].shape, 1))
+            inputs["attention_mask"] = self.model.create_masks_for_generate(
+                self.model.config.get_text_config(), blank, inputs["attention_mask"], None,
+                torch.arange(blank.shape[1])[None], inputs["mm_token_type_ids"],
+            )  # fmt: skip
         with torch.no_grad():
             return np.asarray(self.model(**inputs).logits[0].float().numpy())
 
@@ -61,7 +68,7 @@ def tokenizer_with(special: Sequence[str], **names: str) -> Any:
     )
 
 
-def _saved(model: Any, processor: Any, tokenizer: Any, name: str, place: str) -> VisionModel:
+def saved(model: Any, processor: Any, tokenizer: Any, name: str, place: str) -> VisionModel:
     import torch
 
     with torch.no_grad():
@@ -109,7 +116,7 @@ def gemma3_model(window: int = 40, seed: int = 0) -> VisionModel:
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.3)
     image_processor = Gemma3ImageProcessorPil(size={"height": 48, "width": 48})
     processor = tf.Gemma3Processor(image_processor, tokenizer, image_seq_length=16)
-    return _saved(model, processor, tokenizer, "gemma3-vision", marks[0])
+    return saved(model, processor, tokenizer, "gemma3-vision", marks[0])
 
 
 def picture(width: int, height: int, seed: int = 0) -> Any:
@@ -167,7 +174,7 @@ def idefics3_model(kind: str = "SmolVLM", seed: int = 0) -> VisionModel:
         size={"longest_edge": 120}, max_image_size={"longest_edge": 48}, return_row_col_info=True
     )
     processor = tf.Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
-    return _saved(model, processor, tokenizer, kind.lower(), "<image>")
+    return saved(model, processor, tokenizer, kind.lower(), "<image>")
 
 
 def _qwen_model(kind: str, text: dict[str, Any], vision: dict[str, Any], seed: int) -> VisionModel:
@@ -199,7 +206,7 @@ def _qwen_model(kind: str, text: dict[str, Any], vision: dict[str, Any], seed: i
         patch_size=8, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 1024, "longest_edge": 8192}
     )
     processor = QwenProcessor(image_processor, tokenizer, ids[2])
-    return _saved(model, processor, tokenizer, kind.lower(), f"{marks[0]}{marks[2]}{marks[1]}")
+    return saved(model, processor, tokenizer, kind.lower(), f"{marks[0]}{marks[2]}{marks[1]}")
 
 
 def _rope(sections: list[int], **more: Any) -> dict[str, Any]:

@@ -89,16 +89,30 @@ def resume(conversation: Conversation, session: Path) -> None:
 def converse(conversation: Conversation, markdown: bool = True, as_json: bool = False) -> None:
     """Read messages and commands until the input ends."""
     from bifolio.cli.chat_commands import obey
+    from bifolio.cli.dropped_files import dropped_images
     from bifolio.cli.terminal import Terminal
 
     llm = conversation.llm
     terminal = Terminal(not as_json and sys.stdin.isatty() and sys.stdout.isatty(), markdown)
     terminal.welcome(f"{llm.model.path.name} on {llm.engine.runner.kernels.name} kernels")
     for line in terminal.lines():
-        if not line.startswith("/"):
+        images, text = dropped_images(line)
+        if images:
+            are_kept = show_all(images, conversation, terminal)
+            if are_kept and text:
+                answer(text, conversation, terminal, as_json)
+        elif not line.startswith("/"):
             answer(line, conversation, terminal, as_json)
         elif not obey(line, conversation, terminal, lambda: answer(None, conversation, terminal, as_json)):
             break
+
+
+def show_all(images: list[Path], conversation: Conversation, terminal: Terminal) -> bool:
+    """Keep dropped images for the next message; whether all are."""
+    before = len(conversation.images)
+    for image in images:
+        terminal.note(conversation.show(str(image)))
+    return len(conversation.images) == before + len(images)
 
 
 def answer(line: str | None, conversation: Conversation, terminal: Terminal, as_json: bool = False) -> None:

@@ -18,7 +18,7 @@ COMMANDS = {
     "/help": "show this list",
     "/set NAME VALUE": "change an option, such as temperature; without arguments: show all",
     "/system TEXT": "set the system prompt and start over; without TEXT: show it",
-    "/image FILE": "show an image to the model with the next message; without FILE: forget those that wait",
+    "/image FILE": "show an image (or a dropped path) with the next message; without FILE: forget those that wait",
     "/regenerate": "answer the last message again",
     "/branch NAME": "go on in a copy of the conversation, or back to one; without NAME: list them",
     "/save FILE": "write the conversation: FILE.json as text, FILE.session with its part of the cache",

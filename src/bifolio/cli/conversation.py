@@ -93,12 +93,13 @@ class Conversation:
     def show(self, path: str) -> str:
         """Keep the image of a file for the next message."""
         from bifolio.api.images import image_of_file, required_vision
+        from bifolio.cli.dropped_files import path_of
         from bifolio.text.data_urls import url_of
 
         if not path:
             count, self.images = len(self.images), []
             return f"{count} images forgotten"
-        file = Path(path.strip("'\"")).expanduser()
+        file = path_of(path)
         try:
             required_vision(self.llm.model)
             image = image_of_file(file)

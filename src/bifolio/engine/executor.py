@@ -21,7 +21,7 @@ from bifolio.cache.block_table import padded
 from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
 from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.host_batch import HostBatch, Readout, Run
-from bifolio.engine.images import ImageReader, has_images
+from bifolio.engine.images import ImageReader, has_images, reading_images
 from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
 from bifolio.kernels.interface import (
@@ -114,7 +114,7 @@ class ModelRunner:
         if model.tower is not None and peers is None:
             images = ImageReader(model.tower, kernels)
         weights = with_sites(prepare(model.weights, kernels, on_load))
-        weights = weights if images is None else replace(weights, image_rows=images.tower.layout)
+        weights = weights if images is None else reading_images(weights, images.tower.layout)
         return cls(weights, kernels, kernels.new_storage(layout), peers, images)
 
     def run(self, batch: Batch) -> Array:

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from bifolio.images import PromptImage, rope_positions
 from bifolio.kernels.interface import Array, Batch, KernelSet
 from bifolio.model import transformer
-from bifolio.model.image_rows import joint_rotation
+from bifolio.model.image_rows import RowLayout, joint_rotation
+from bifolio.model.layer_inputs import given_columns, token_inputs
+from bifolio.model.stream_weights import LayerInputWeights
 from bifolio.model.vision.tower import Tower
 from bifolio.model.weights import ModelWeights
 from bifolio.schedule.orchestrators import PrefillOrchestrator
@@ -30,6 +32,18 @@ def has_images(plan: StepPlan) -> bool:
         for item in plan.prefills
         for image in item.sequence.request.images
     )
+
+
+def reading_images(weights: ModelWeights, layout: RowLayout) -> ModelWeights:
+    """The weights of a network that takes rows of a tower."""
+    weights = replace(weights, image_rows=layout)
+    if not layout.windows_only:
+        return weights
+    layers = (
+        layer if layer.shape.window is not None else replace(layer, shape=replace(layer.shape, causal=True))
+        for layer in weights.layers
+    )
+    return replace(weights, layers=tuple(layers))
 
 
 class ImageReader:
@@ -89,13 +103,30 @@ class ImageReader:
         positions: NDArray[np.int32] | None,
     ) -> Batch:
         kernels, layout = self._kernels, weights.image_rows
-        rows = kernels.with_rows(transformer.embedded(weights, batch, kernels), found)
+        x = transformer.embedded(weights, batch, kernels)
+        if weights.layer_inputs is not None and given_columns(weights.layer_inputs, layout):
+            second = token_inputs(weights.layer_inputs, batch.token_ids, kernels)
+            x = kernels.join_columns([(part, 0, part.shape[1]) for part in (x, second)])
+            found = self._with_inputs(found, weights.layer_inputs, layout)
+        rows = kernels.with_rows(x, found)
         if positions is not None:
             frequencies, scale = weights.inverse_frequencies[0], weights.rope_scales[0]
             turned = joint_rotation(layout, positions, frequencies, scale, kernels)
             half = frequencies.shape[-1]
             rows = kernels.join_columns([(rows, 0, rows.shape[1]), (turned.cos, 0, half), (turned.sin, 0, half)])
         return replace(batch, given=rows)
+
+    def _with_inputs(
+        self, found: list[tuple[NDArray[np.int64], Array]], own: LayerInputWeights, layout: RowLayout
+    ) -> list[tuple[NDArray[np.int64], Array]]:
+        """The rows with the second embedding of the token that stands for all of an image's."""
+        kernels = self._kernels
+        second = token_inputs(own, kernels.from_host(np.full(1, layout.input_token, np.int32)), kernels)
+        return [
+            (places, kernels.join_columns([(rows, 0, rows.shape[1]), (copies, 0, copies.shape[1])]))
+            for places, rows in found
+            for copies in [kernels.take(second, kernels.from_host(np.zeros(len(places), np.int64)))]
+        ]
 
     def _positions(self, plan: StepPlan) -> NDArray[np.int32]:
         """i32[3, t]: the positions of all tokens by rope, those of images included."""

@@ -43,6 +43,7 @@ class AttentionShape:
     slopes: Array | None = None  # f32[num_heads]  scores fall by slope * distance (ALiBi)
     sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
     bidirectional: bool = False  # queries see the tokens after them, too; a window reaches as far in both directions
+    causal: bool = False  # queries see no later token in segments that are not causal, either
     bias: Array | None = None  # f32[num_heads, 2 * r + 1]  added to scores, by the key's position minus the query's:
     #                            column r is the distance 0; distances beyond r have the bias of r
 
@@ -51,6 +52,10 @@ class AttentionShape:
         """The window as one number: 0 without one, below 0 for chunks of so many tokens."""
         window = self.window or 0
         return -window if self.in_chunks else window
+
+    def is_causal(self, segment: AttentionSegment) -> bool:
+        """Whether queries of a segment see no later token."""
+        return self.causal or segment.causal
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,10 @@ class Operations(PagedAttentionKernel, Protocol):
         """`silu`, `gelu_tanh`, `gelu`, `tanh`, `relu`, or `relu2`, the square of max(x, 0)."""
         ...
 
+    def clamp(self, x: Array, least: Array, most: Array) -> Array:
+        """Each column between its bounds, f32[columns] each; NaN stays NaN."""
+        ...
+
     def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
         """linear * x, plus positive * x^2 where x > 0, else plus negative * (exp(min(x, most)) - 1 - x)."""
         ...

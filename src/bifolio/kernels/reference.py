@@ -186,7 +186,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return attend_heads(own.query, keys, values, shape, segment.causal)
+        return attend_heads(own.query, keys, values, shape, shape.is_causal(segment))
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -224,6 +224,9 @@ class ReferenceKernels(HostArrays):
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
+
+    def clamp(self, x: Array, least: Array, most: Array) -> Array:
+        return array_namespace(x).clip(x, least, most)
 
     def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
         xp, (positive, negative, linear, most) = array_namespace(x), coefficients

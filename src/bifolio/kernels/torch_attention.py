@@ -57,10 +57,10 @@ def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tens
 def attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
     """Attention of the sequences of a segment over their own fresh keys and values."""
     if are_equally_long(segment):
-        return attend_equal(own, shape, segment.num_sequences, segment.causal)
+        return attend_equal(own, shape, segment.num_sequences, shape.is_causal(segment))
     starts = segment.query_starts.tolist()
     parts = (Heads(*(h[a:b] for h in own)) for a, b in pairwise(starts))
-    return torch.cat([attend_equal(part, shape, 1, segment.causal) for part in parts])
+    return torch.cat([attend_equal(part, shape, 1, shape.is_causal(segment)) for part in parts])
 
 
 def attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int, causal: bool = True) -> torch.Tensor:
@@ -146,7 +146,7 @@ def attend_both_ways(
     for number, (first, last) in enumerate(pairwise(starts)):
         part = Heads(*(None if heads is None else heads[first:last] for heads in own))
         if storage is None or segment.block_tables is None:
-            found.append(attend_equal(part, shape, 1, segment.causal))
+            found.append(attend_equal(part, shape, 1, shape.is_causal(segment)))
             continue
         alone = replace(
             segment,
@@ -206,8 +206,9 @@ def _attend_paged(
 
     num_queries = queries.shape[1]
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
-    visible, biases = _visible(positions, slots, shape, segment.causal), _biases(positions, slots, shape)
-    if not segment.causal or shape.bidirectional:
+    causal = shape.is_causal(segment)
+    visible, biases = _visible(positions, slots, shape, causal), _biases(positions, slots, shape)
+    if not causal or shape.bidirectional:
         visible = visible & (slots < lens[:, None])[:, None, None, :]
     keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
     return _attend_masked(queries.transpose(1, 2), keys, values, visible, shape, biases)

@@ -198,6 +198,9 @@ class TorchKernels(TorchArrays):
             return torch.tanh(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
+    def clamp(self, x: Array, least: Array, most: Array) -> Array:
+        return torch.clamp(x.float(), least, most).to(x.dtype)
+
     def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
         values, (positive, negative, linear, most) = x.float(), coefficients
         below = negative * (torch.expm1(values.clamp(max=most)) - values)

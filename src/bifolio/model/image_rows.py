@@ -1,6 +1,8 @@
 """The rows that a pass reads in place of embeddings: `Batch.given`, [t, columns].
 
-|<- d: in place of the embedding ->|<- d for each of `num_deep` layers: added behind them ->|<- cosine ->|<- sine ->|
+|<- d: in place of the embedding ->|<- in place of the second embedding ->|<- deep ->|<- cosine ->|<- sine ->|
+
+deep: d columns for each of `num_deep` layers, added behind them. No network has these and second embeddings.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ class RowLayout(NamedTuple):
 
     num_deep: int = 0  # layers of the network, from the first on, behind which further columns are added
     sections: tuple[int, ...] = ()  # frequencies of rope that time, row and column rotate; empty: one position each
+    input_token: int | None = None  # the token whose second embedding rows have; None: tokens have one embedding
+    windows_only: bool = False  # tokens of an image see later ones in layers with a window alone
 
     def axes(self, half: int) -> NDArray[np.int64]:
         """i64[half]: the position that rotates each frequency: 0 time, 1 row, 2 column."""
@@ -34,26 +38,31 @@ class GivenRows(NamedTuple):
     """The parts of `Batch.given`."""
 
     x: Array  # [t, d]
+    inputs: Array | None  # [t, columns]  in place of second embeddings
     deep: tuple[Array, ...]  # [t, d] each
     rotation: Rotation | None  # in place of that by position
 
 
-def given_rows(layout: RowLayout, size: int, half: int, batch: Batch, kernels: KernelSet) -> GivenRows:
-    """The parts of a batch's rows, `size` columns each; `half`: frequencies of rope."""
-    deep_end = size * (1 + layout.num_deep)
+def given_rows(
+    layout: RowLayout, size: int, input_columns: int, half: int, batch: Batch, kernels: KernelSet
+) -> GivenRows:
+    """The parts of a batch's rows: `size` columns, `input_columns`, and so on; `half`: frequencies of rope."""
+    inputs_end = size + input_columns
+    deep_end = inputs_end + size * layout.num_deep
     width = deep_end + (2 * half if layout.sections else 0)
     rows = kernels.given(batch, width, exact=True)
     if width == size:
-        return GivenRows(rows, (), None)
+        return GivenRows(rows, None, (), None)
 
     def columns(start: int, stop: int) -> Array:
         return kernels.join_columns([(rows, start, stop)])
 
-    deep = tuple(columns(start, start + size) for start in range(size, deep_end, size))
+    deep = tuple(columns(start, start + size) for start in range(inputs_end, deep_end, size))
     rotation = None
     if layout.sections:
         rotation = Rotation(columns(deep_end, deep_end + half), columns(deep_end + half, width))
-    return GivenRows(columns(0, size), deep, rotation)
+    inputs = columns(size, inputs_end) if input_columns else None
+    return GivenRows(columns(0, size), inputs, deep, rotation)
 
 
 def joint_rotation(

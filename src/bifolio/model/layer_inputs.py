@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import math
 
-from bifolio.kernels.interface import Array, Batch, KernelSet
+from bifolio.kernels.interface import Array, KernelSet
+from bifolio.model.image_rows import RowLayout
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights
 
 
-def layer_inputs(own: LayerInputWeights, x: Array, batch: Batch, kernels: KernelSet) -> Array:
-    """[t, layers * size]: the inputs of all layers, from the tokens and from their embeddings x."""
+def given_columns(own: LayerInputWeights | None, layout: RowLayout) -> int:
+    """Columns of second embeddings in the rows of images."""
+    return 0 if own is None or layout.input_token is None else own.projection.out_features
+
+
+def token_inputs(own: LayerInputWeights, token_ids: Array, kernels: KernelSet) -> Array:
+    """[t, layers * size]: the second embeddings of tokens."""
+    return kernels.embed(own.table, token_ids, own.scale, is_partial=own.is_partial)
+
+
+def layer_inputs(own: LayerInputWeights, x: Array, second: Array, kernels: KernelSet) -> Array:
+    """[t, layers * size]: the inputs of all layers, from the embeddings x of tokens and their second ones."""
     projected = kernels.norm(kernels.linear(x, own.projection), own.norm)
-    embedded = kernels.embed(own.table, batch.token_ids, own.scale, is_partial=own.is_partial)
-    return kernels.add(projected, embedded, math.sqrt(0.5))
+    return kernels.add(projected, second, math.sqrt(0.5))
 
 
 def gated_inputs(own: GatedInputWeights, x: Array, inputs: Array, activation: str, kernels: KernelSet) -> Array:

@@ -13,7 +13,7 @@ from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.image_rows import given_rows
-from bifolio.model.layer_inputs import gated_inputs, layer_inputs
+from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import (
     HeadNorms,
@@ -34,7 +34,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     config = weights.config
     half = weights.inverse_frequencies[0].shape[-1] if weights.inverse_frequencies else 0
     size, layout = config.hidden_size, weights.image_rows
-    rows = None if batch.given is None else given_rows(layout, size, half, batch, kernels)
+    own = weights.layer_inputs
+    rows = None if batch.given is None else given_rows(layout, size, given_columns(own, layout), half, batch, kernels)
     x = with_positions(weights, embedded(weights, batch, kernels) if rows is None else rows.x, batch, kernels)
     rotations = tuple(
         kernels.rotation(frequencies, scale, batch.positions)
@@ -42,7 +43,10 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     )
     if rows is not None and rows.rotation is not None:
         rotations = (rows.rotation, *rotations[1:])
-    inputs = None if weights.layer_inputs is None else layer_inputs(weights.layer_inputs, x, batch, kernels)
+    second = None if rows is None else rows.inputs
+    if own is not None and second is None:
+        second = token_inputs(own, batch.token_ids, kernels)
+    inputs = None if own is None else layer_inputs(own, x, second, kernels)
     shared: SharedHeads = {}
     if weights.streams is not None:
         x = spread_streams(weights.streams, x, kernels)

@@ -78,6 +78,8 @@ def native_shape(shape: AttentionShape) -> Any:
         native = native.of_queries()
     if shape.bidirectional:
         native = native.both_ways()
+    if shape.causal:
+        native = native.of_earlier()
     if shape.bias is not None:
         native = native.with_bias(floats(shape.bias))
     return native if shape.sinks is None else native.with_sinks(floats(shape.sinks))

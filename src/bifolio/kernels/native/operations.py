@@ -111,6 +111,9 @@ class NativeOperations(ABC):
     def act(self, x: Array, activation: str) -> Array:
         return self.run("act", (x,), ACTIVATION_CODES[activation])
 
+    def clamp(self, x: Array, least: Array, most: Array) -> Array:
+        return self.run("clamp", (x,), floats(least), floats(most))
+
     def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
         return self.run("xielu", (x,), *coefficients)
 

@@ -131,7 +131,7 @@ class Attention:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
         own = own._replace(query=scale_by_position(own.query, shape, segment, staged.positions))
-        if not segment.causal:
+        if not shape.is_causal(segment):
             return attend_both_ways(own, shape, segment, storage)
         query = own.query
         if storage is None or segment.block_tables is None or segment.fresh:

@@ -244,6 +244,9 @@ class TritonKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         return self._torch.act(tensor(x), activation)
 
+    def clamp(self, x: Array, least: Array, most: Array) -> Array:
+        return self._torch.clamp(tensor(x), least, most)
+
     def xielu(self, x: Array, coefficients: XieluCoefficients) -> Array:
         return self._torch.xielu(tensor(x), coefficients)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.kernels.interface import (
     Array,
@@ -18,17 +20,58 @@ from bifolio.kernels.interface import (
 from bifolio.quant.tensor import QuantizedTensor
 
 
+class Bounds(NamedTuple):
+    """The least and the most of each column: f32[columns] each."""
+
+    least: Array
+    most: Array
+
+    def prepared(self, kernels: KernelSet) -> Bounds:
+        return Bounds(*(kernels.from_host(array) for array in self))
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """Products of one input, side by side, whose inputs and outputs are kept between bounds."""
+
+    parts: tuple[tuple[Bounds, Linear], ...]  # matrices whose inputs have equal bounds are one
+    outputs: Bounds
+
+    def prepared(self, kernels: KernelSet) -> Clipped:
+        parts = ((bounds.prepared(kernels), kernels.prepare_linear(linear)) for bounds, linear in self.parts)
+        return Clipped(tuple(parts), self.outputs.prepared(kernels))
+
+    def __call__(self, x: Array, kernels: KernelSet) -> Array:
+        found = [kernels.linear(kernels.clamp(x, *bounds), linear) for bounds, linear in self.parts]
+        joined = kernels.join_columns([(part, 0, part.shape[1]) for part in found]) if len(found) > 1 else found[0]
+        return kernels.clamp(joined, *self.outputs)
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        return [part for _, linear in self.parts for part in linear.parts]
+
+
+Product: TypeAlias = Linear | Clipped
+
+
+def product(x: Array, weights: Product, kernels: KernelSet) -> Array:
+    return weights(x, kernels) if isinstance(weights, Clipped) else kernels.linear(x, weights)
+
+
+def prepared_product(weights: Product, kernels: KernelSet) -> Product:
+    return weights.prepared(kernels) if isinstance(weights, Clipped) else kernels.prepare_linear(weights)
+
+
 @dataclass(frozen=True, slots=True)
 class TowerLayer:
     """Attention that sees every patch, and an MLP; both have a norm before them and are added."""
 
     shape: AttentionShape
     attention_norm: Norm
-    qkv: Linear
-    output: Linear
+    qkv: Product
+    output: Product
     mlp_norm: Norm
-    up: Linear  # gate and up, if the MLP is gated
-    down: Linear
+    up: Product  # gate and up, if the MLP is gated
+    down: Product
     activation: str
     gated: bool = False
     post_attention_norm: Norm | None = None
@@ -47,11 +90,11 @@ class TowerLayer:
                 value_norm=norm(self.shape.value_norm),
             ),
             attention_norm=kernels.prepare_norm(self.attention_norm),
-            qkv=kernels.prepare_linear(self.qkv),
-            output=kernels.prepare_linear(self.output),
+            qkv=prepared_product(self.qkv, kernels),
+            output=prepared_product(self.output, kernels),
             mlp_norm=kernels.prepare_norm(self.mlp_norm),
-            up=kernels.prepare_linear(self.up),
-            down=kernels.prepare_linear(self.down),
+            up=prepared_product(self.up, kernels),
+            down=prepared_product(self.down, kernels),
             post_attention_norm=norm(self.post_attention_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
         )
@@ -59,19 +102,38 @@ class TowerLayer:
     def __call__(self, x: Array, rotation: Rotation | None, batch: Batch, kernels: KernelSet) -> Array:
         """[t, d] after the layer."""
         normed = kernels.norm(x, self.attention_norm)
-        qkv = kernels.linear(normed, self.qkv)
+        qkv = product(normed, self.qkv, kernels)
         heads = kernels.rope_and_write(qkv, self.shape, rotation, batch, None)
-        mixed = kernels.linear(kernels.attend(heads, self.shape, batch.segments, None), self.output)
+        mixed = product(kernels.attend(heads, self.shape, batch.segments, None), self.output, kernels)
         mixed = mixed if self.post_attention_norm is None else kernels.norm(mixed, self.post_attention_norm)
         x = kernels.add(x, mixed)
-        up = kernels.linear(kernels.norm(x, self.mlp_norm), self.up)
+        up = product(kernels.norm(x, self.mlp_norm), self.up, kernels)
         inner = kernels.act_mul(up, self.activation) if self.gated else kernels.act(up, self.activation)
-        delta = kernels.linear(inner, self.down)
+        delta = product(inner, self.down, kernels)
         delta = delta if self.post_mlp_norm is None else kernels.norm(delta, self.post_mlp_norm)
         return kernels.add(x, delta)
 
     def matrices(self) -> list[QuantizedTensor | Array]:
-        return [*self.qkv.parts, *self.output.parts, *self.up.parts, *self.down.parts]
+        products = (self.qkv, self.output, self.up, self.down)
+        return [part for each in products for part in (each.matrices() if isinstance(each, Clipped) else each.parts)]
+
+
+def grid_rotation(
+    first: NDArray[np.int64],  # i64[patches]
+    second: NDArray[np.int64],
+    frequencies: tuple[NDArray[np.float32], NDArray[np.float32]],
+    kernels: KernelSet,
+) -> Rotation:
+    """The first pairs of a head are rotated by the first position of a patch, the others by its second."""
+    both = zip((first, second), frequencies, strict=True)
+    angles = np.concatenate([places.astype(np.float32)[:, None] * own for places, own in both], axis=1)
+    return Rotation(kernels.from_host(np.cos(angles)), kernels.from_host(np.sin(angles)))
+
+
+def rope_frequencies(size: int, theta: float) -> NDArray[np.float32]:
+    """f32[size / 2]: of the pairs of `size` dimensions."""
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    return np.asarray(1.0 / np.power(np.float32(theta), exponents), np.float32)
 
 
 def pooled(x: Array, side: tuple[int, int], size: int, kernels: KernelSet) -> Array:

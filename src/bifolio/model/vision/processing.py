@@ -16,6 +16,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_BYTES = 32 << 20  # of an encoded image
 MAX_PIXELS = 64 << 20
 MAX_EDGE = 1 << 16
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 BILINEAR, BICUBIC, LANCZOS = 2, 3, 1  # filters, as Pillow numbers them
 
 

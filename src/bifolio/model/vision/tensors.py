@@ -12,7 +12,9 @@ from bifolio.kernels.interface import Linear, Norm
 from bifolio.quant.formats import Floats
 from bifolio.quant.tensor import QuantizedTensor
 
-_TOWER = re.compile(r"^(?:model\.)?(?:vision_tower|vision_model|vision_encoder|visual)\.(?:vision_model\.)?")
+_TOWER = re.compile(
+    r"^(?:model\.)?(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual)\.(?:vision_model\.)?"
+)
 
 
 class TowerTensors:

@@ -78,6 +78,12 @@ async def media_prompt(
     """The tokens and images of a text with `MEDIA` in the place of each image. data: (place, base64)."""
     urls = [(place, f"data:image/png;base64,{each}") for place, each in data]
     pictures = await read_pictures(context, urls, tenant)
+    if text.count(MEDIA) != len(pictures) and pictures:
+        raise bad_request(
+            f"the prompt has {text.count(MEDIA)} places for images and {len(pictures)} were passed: write {MEDIA!r} "
+            "once for each image",
+            "prompt",
+        )
     if pictures:
         text = text.replace(MEDIA, _vision(context).placeholder)
     whole = "".join(part for part, _ in with_texts(context, [(text, False)], pictures))

@@ -25,6 +25,7 @@ from bifolio.serve.protocols.anthropic_types import (
     CountTokensRequest,
     MessagesRequest,
     ResultBlock,
+    ResultPart,
 )
 from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
 from bifolio.serve.protocols.openai_answers import Usage
@@ -109,7 +110,10 @@ def _format(request: Conversation) -> dict[str, Any]:
 
 
 def _messages(message: AnthropicMessage) -> list[p.Message]:
-    """Results of tools are messages of their own; calls and reasoning belong to the assistant's."""
+    """Results of tools are messages of their own, without their images, which come first in the user's message.
+
+    Calls and reasoning belong to the message of the assistant.
+    """
     if isinstance(message.content, str):
         return [p.Message(role=message.role, content=message.content)]
     found = [
@@ -117,15 +121,11 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
         for block in message.content
         if block.type == "tool_result"
     ]
-    for block in message.content:
-        if block.source is not None and block.type != "image":
-            named = ", ".join(
-                name for name in block.source.__struct_fields__ if getattr(block.source, name) is not None
-            )
-            raise bad_request(f"a block with a source ({named}) is an image: set its type to image", "messages")
+    _check_sources(message.content)
     text: str | list[p.ContentPart] = "".join(block.text or "" for block in message.content if block.type == "text")
-    if any(block.type == "image" for block in message.content):
-        text = [_part(block) for block in message.content if block.type in ("text", "image")]
+    shown = [part for block in message.content if block.type == "tool_result" for part in _shown(block)]
+    if shown or any(block.type == "image" for block in message.content):
+        text = [*shown, *(_part(block) for block in message.content if block.type in ("text", "image"))]
     calls = [_call(block) for block in message.content if block.type == "tool_use"]
     reasoning = "".join(block.thinking or "" for block in message.content if block.type == "thinking")
     if text or calls or reasoning or not found:
@@ -135,7 +135,24 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
     return found
 
 
-def _part(block: Block) -> p.ContentPart:
+def _check_sources(blocks: Sequence[Block] | Sequence[ResultPart]) -> None:
+    """Refuse a source of a block that is no image."""
+    for block in blocks:
+        if block.source is not None and block.type != "image":
+            named = ", ".join(
+                name for name in block.source.__struct_fields__ if getattr(block.source, name) is not None
+            )
+            raise bad_request(f"a block with a source ({named}) is an image: set its type to image", "messages")
+
+
+def _shown(block: Block) -> list[p.ContentPart]:
+    """The images of a tool's result."""
+    parts = [] if block.content is None or isinstance(block.content, str) else block.content
+    _check_sources(parts)
+    return [_part(part) for part in parts if part.type == "image"]
+
+
+def _part(block: Block | ResultPart) -> p.ContentPart:
     """A text or an image."""
     if block.type == "text":
         return p.ContentPart(type="text", text=block.text or "")
@@ -159,8 +176,10 @@ def _call(block: Block) -> p.ToolCall:
     return p.ToolCall(id=block.id, function=p.FunctionCall(name=block.name, arguments=arguments))
 
 
-def _joined(content: str | Sequence[ResultBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _joined(content: str | Sequence[ResultBlock] | Sequence[ResultPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text or "" for block in content if block.type == "text")
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class CacheControl(Strict, kw_only=True):
 
 
 class ResultBlock(Strict, kw_only=True):
-    """A part of the result of a tool, or of the system prompt."""
+    """A part of the system prompt."""
 
     type: Literal["text"] = "text"
     text: Text
@@ -45,6 +45,15 @@ class ImageSource(Strict, kw_only=True):
     url: Url | None = None
 
 
+class ResultPart(Strict, kw_only=True):
+    """A part of the result of a tool: a text or an image."""
+
+    type: Literal["text", "image"] = "text"
+    text: Text | None = None
+    source: ImageSource | None = None
+    cache_control: CacheControl | None = None
+
+
 class Block(Strict, kw_only=True):
     """A part of a message; which fields are set depends on the type."""
 
@@ -55,7 +64,7 @@ class Block(Strict, kw_only=True):
     name: Name | None = None
     input: Input | None = None
     tool_use_id: Name | None = None
-    content: Text | Annotated[list[ResultBlock], Meta(max_length=1024)] | None = None
+    content: Text | Annotated[list[ResultPart], Meta(max_length=1024)] | None = None
     is_error: bool | None = None
     thinking: Text | None = None
     signature: Text | None = None
@@ -133,6 +142,7 @@ CACHED = "all prefixes are cached"
 NOT_IN_PROMPT = "it does not change the tokens of the prompt"
 IGNORED: Ignored = {
     ResultBlock: {"cache_control": CACHED},
+    ResultPart: {"cache_control": CACHED},
     Block: {
         "cache_control": CACHED,
         "signature": "reasoning is not signed",

@@ -68,6 +68,7 @@ async def show(context: ServerContext, scope: Scope, receive: Receive, send: Sen
     context.check_model((request.model or request.name or "").removesuffix(":latest"))
     template, config = context.model.chat_template or "", context.model.config
     can = ["completion", "embedding"]
+    can += ["vision"] if context.model.vision is not None else []
     can += ["tools"] if "tools" in template else []
     can += ["thinking"] if reasoning_format(template) is not None else []
     info = {

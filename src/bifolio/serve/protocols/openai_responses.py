@@ -104,9 +104,18 @@ def input_messages(request: ResponsesRequest) -> list[p.Message]:
     if isinstance(request.input, str):
         return [p.Message(role="user", content=request.input)]
     found: list[p.Message] = []
+    shown: list[p.ContentPart] = []  # images of results, for the next message of the user
     for item in request.input:
+        if shown and item.type != "function_call_output":
+            is_said = item.type == "message" and item.role == "user"
+            found.append(p.Message(role="user", content=[*shown, *(_parts(item.content) if is_said else ())]))
+            shown = []
+            if is_said:
+                continue
         if item.type == "function_call_output":
-            found.append(p.Message(role="tool", tool_call_id=item.call_id, content=_joined(item.output)))
+            text, images = _result(item.output)
+            found.append(p.Message(role="tool", tool_call_id=item.call_id, content=text))
+            shown += images
         elif item.type == "message":
             if item.role is None:
                 raise bad_request("a message needs a role", "input")
@@ -119,7 +128,22 @@ def input_messages(request: ResponsesRequest) -> list[p.Message]:
             if not found or found[-1].role != "assistant":
                 found.append(p.Message(role="assistant", content=""))
             _join(found[-1], item)
-    return found
+    return [*found, p.Message(role="user", content=shown)] if shown else found
+
+
+def _parts(content: str | Sequence[ContentPart] | None) -> list[p.ContentPart]:
+    """The parts of a message; a text is one."""
+    found = _content(content)
+    return [p.ContentPart(type="text", text=found)] if isinstance(found, str) else found
+
+
+def _result(output: str | Sequence[ContentPart] | None) -> tuple[str, list[p.ContentPart]]:
+    """The text of a tool's result, and its images."""
+    content = _content(output)
+    if isinstance(content, str):
+        return content, []
+    texts = [part.text or "" for part in content if part.type == "text"]
+    return "".join(texts), [part for part in content if part.type == "image_url"]
 
 
 def _join(message: p.Message, item: Item) -> None:

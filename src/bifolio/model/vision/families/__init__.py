@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bifolio.model.huggingface.json_object import JsonObject
-from bifolio.model.vision.families import gemma3, idefics3, qwen3vl
+from bifolio.model.vision.families import gemma3, gemma4, idefics3, pixtral, qwen3vl
 from bifolio.model.vision.tower import Vision
 
 FAMILIES: dict[str, Callable[[JsonObject, JsonObject], Vision]] = {
-    kind: family.read for family in (gemma3, idefics3, qwen3vl) for kind in family.TYPES
+    kind: family.read for family in (gemma3, gemma4, idefics3, pixtral, qwen3vl) for kind in family.TYPES
 }
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm, Rotation, Routing
+from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm, Routing
 from bifolio.model.huggingface.json_object import JsonObject
-from bifolio.model.vision.layers import TowerLayer
-from bifolio.model.vision.processing import BICUBIC, Processor, as_rgb, resized
+from bifolio.model.vision.layers import TowerLayer, grid_rotation, rope_frequencies
+from bifolio.model.vision.processing import BICUBIC, CLIP_MEAN, CLIP_STD, Processor, as_rgb, resized
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import NewBatch, Normalisation, Picture, Pixels, RowLayout, Vision, patches_of
 from bifolio.quant.tensor import QuantizedTensor
@@ -26,7 +26,6 @@ TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 PAD = "<|image_pad|>"
 EPS, THETA = 1e-6, 10000.0
 MOST_OBLONG = 200  # times as long as wide
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 class QwenSizes(NamedTuple):
@@ -180,7 +179,8 @@ class QwenTower:
         values = patches_of(self.vision.normalisation(pixels), sizes.patch_size)[order]
         x = kernels.linear(kernels.from_host(values), self.patches)
         x = kernels.add(x, interpolated(self.positions, sizes.side, height, width, order, kernels))
-        rotation = grid_rotation(order // width, order % width, sizes.hidden_size // sizes.num_heads, kernels)
+        own = rope_frequencies(sizes.hidden_size // sizes.num_heads // 2, THETA)
+        rotation = grid_rotation(order // width, order % width, (own, own), kernels)
         batch, found = new_batch(len(order)), []
         for number, layer in enumerate(self.layers):
             x = layer(x, rotation, batch, kernels)
@@ -220,14 +220,6 @@ def interpolated(
     return total
 
 
-def grid_rotation(rows: np.ndarray, columns: np.ndarray, head_dim: int, kernels: KernelSet) -> Rotation:
-    """The first half of the pairs of a head is rotated by the row of a patch, the other by its column."""
-    half = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
-    frequencies = (1.0 / np.power(np.float32(THETA), half)).astype(np.float32)
-    angles = np.concatenate([each.astype(np.float32)[:, None] * frequencies for each in (rows, columns)], axis=1)
-    return Rotation(kernels.from_host(np.cos(angles)), kernels.from_host(np.sin(angles)))
-
-
 def _layer(source: TowerTensors, name: str, sizes: QwenSizes) -> TowerLayer:
     size, inner, heads = sizes.hidden_size, sizes.intermediate_size, sizes.num_heads
     head = size // heads
@@ -256,7 +248,7 @@ def read(config: JsonObject, processor: JsonObject) -> QwenVision:
     """The processing and the sizes of a folder."""
     sizes = QwenSizes.read(config.needed_object("vision_config"))
     usual = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-    found = Processor(processor, resample=BICUBIC, image_mean=list(MEAN), image_std=list(STD), size=usual)
+    found = Processor(processor, resample=BICUBIC, image_mean=list(CLIP_MEAN), image_std=list(CLIP_STD), size=usual)
     json, size = found.json, found.size()
     rope = config.needed_object("text_config").object("rope_parameters")
     rope = rope or config.needed_object("text_config").object("rope_scaling")
