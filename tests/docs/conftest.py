@@ -1,4 +1,4 @@
-"""Makes the hub of tests/cli and the encoders of tests/encoders importable here, and starts the process that forks programs."""
+"""Makes the hub and the encoders of other folders importable here, and starts the process that forks programs."""
 
 from __future__ import annotations
 
