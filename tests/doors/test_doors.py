@@ -58,7 +58,7 @@ def sampled_doors() -> list[Door]:
 def open_door(door: Door) -> None:
     """Open and check a door, or see the refusal that its option announces for the family."""
     option = OPTIONS[door.option]
-    settings: dict[str, Any] = {"threads": 1, "kernels": door.kernels, **option.settings}
+    settings: dict[str, Any] = {"threads": 1, "kernels": door.kernels, **door.settings}
     if door.kernels == "stand-in":
         settings |= {**FEW, "kernels": MeasuredStandIn(), "warm_up": False}
     if door.entry == "serve":
