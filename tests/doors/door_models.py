@@ -36,7 +36,7 @@ from helpers import ARCHITECTURES, fresh_folder, tiny_model, tiny_tokenizer, tra
 
 OTHER_NAMES = {"llama3-rope": "llama", "smollm2": "llama", "deepseek3": "deepseek2"}  # small models of `helpers`
 CHANGED = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "wqkv", "Wqkv", "query_key_value", "c_attn", "q_a_proj",
-           "q_b_proj", "kv_a_proj_with_mqa", "in_proj", "x_proj"}  # fmt: skip  # by adapters, in models that have them
+           "q_b_proj", "kv_a_proj_with_mqa", "in_proj"}  # fmt: skip  # by adapters, in models that have them
 STORE = Path(os.environ.get("BIFOLIO_DOOR_MODELS") or Path(__file__).with_name("models"))
 
 

@@ -46,6 +46,11 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
 }
 
+WITHOUT_ADAPTERS = {  # (family, entry) -> the reason of adapters for a refusal of this one
+    **dict.fromkeys(product(("nemotron_h",), ENTRIES), "cannot be changed in this nemotron_h model"),
+    ("falcon_h1", "gguf"): "has factors in its weights",
+}
+
 
 # -- answers ---------------------------------------------------------------------------------------------------------
 class Turn(NamedTuple):
@@ -265,7 +270,7 @@ OPTIONS = {
     "draft": Option({"speculative": SpeculativeConfig("ngram", adaptive=False)}),
     "beams": Option({}, check_beams),
     "grammar": Option({}, check_grammar),
-    "adapter": Option({}, check_adapter, has_adapter=True),
+    "adapter": Option({}, check_adapter, WITHOUT_ADAPTERS, has_adapter=True),
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from family_rows import row_model, save_row
 
 from bifolio import LLM, SamplingParams
 from bifolio.cli.main import build_app
@@ -50,6 +51,20 @@ def test_an_adapter_learns_a_text(form: str, tmp_path: Path) -> None:
     assert isinstance(losses, list)
     assert losses[-1] < losses[0] - 0.5
     assert score(model, tmp_path / "adapter") > score(model, None) + 0.5
+
+
+@pytest.mark.full
+def test_factors_of_a_folder_are_no_part_of_its_adapter(tmp_path: Path) -> None:
+    """The loss of a Falcon-H1 with the adapter is that which training ended with."""
+    model = row_model("falcon_h1", vocab_size=tiny_tokenizer().get_vocab_size(), bos_token_id=0, eos_token_id=0)
+    save_row("falcon_h1", model, tmp_path / "base")
+    tiny_tokenizer().save(str(tmp_path / "base" / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    losses = train(tmp_path / "base", tmp_path / "adapter", tmp_path / "text.txt")["losses"]
+    assert isinstance(losses, list)
+    assert losses[-1] < losses[0] - 0.5
+    gain = score(tmp_path / "base", tmp_path / "adapter") - score(tmp_path / "base", None)
+    assert gain == pytest.approx(losses[0] - losses[-1], abs=0.7)
 
 
 @pytest.mark.full
