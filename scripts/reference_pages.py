@@ -176,7 +176,8 @@ def requests_page() -> str:
     ]
     for path, method, summary, request in PROTOCOL_OPERATIONS:
         if request is not None:
-            lines += ["", f"### {method.upper()} {path}", "", f"{summary}{items_of(request)}.", "", *field_table(request, other=True)]
+            fields = field_table(request, other=True)
+            lines += ["", f"### {method.upper()} {path}", "", f"{summary}{items_of(request)}.", "", *fields]
     return "\n".join(lines) + "\n"
 
 

@@ -167,6 +167,30 @@ def test_a_folder_of_a_hub(hub: Hub, cache: Path) -> None:
     assert record["source"] == "hf:org/net"
 
 
+def test_a_folder_is_pulled_with_its_pooling_and_its_processor(hub: Hub, cache: Path) -> None:
+    """Without them an encoder would pool otherwise, and a model that reads images would be one of text."""
+    source = tiny_folder(tokenizer=True)
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    modules = [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    own = {
+        "modules.json": json.dumps(modules).encode(),
+        "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
+        "sentence_bert_config.json": b'{"max_seq_length": 32}',
+        "config_sentence_transformers.json": b'{"prompts": {"query": "find: "}}',
+        "preprocessor_config.json": b"{}",
+        "processor_config.json": b"{}",
+    }
+    hub.repositories["org/vectors"] = files | own | {"onnx/model.onnx": b"1", "data_config.json": b"{}"}
+    folder = Path(json.loads(bifolio("pull", "hf:org/vectors", "--json"))["path"])
+    kept = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert set(own) <= kept <= files.keys() | own.keys()
+    pooling = load_model("vectors").pooling
+    assert (pooling.kind, pooling.max_length, pooling.prompts) == ("last", 32, {"query": "find: "})
+
+
 @pytest.mark.parametrize(
     "reference", ["hf:org/large", "hf:org/large:Q4_K_M", "hf:org/large:Q4_K_M/m-Q4_K_M-00002-of-00003.gguf"]
 )
@@ -280,6 +304,9 @@ def test_a_file_of_a_packaged_model_has_its_defaults_without_a_pull(
     known = pulling.PackagedModel("pack==1.0", "m", "0" * 64, "MIT", {"dry_base": 2.0}, ends_digest(file))
     monkeypatch.setitem(pulling.PACKAGED, "pack", known)
     assert open_text_model(file).sampling_defaults["dry_base"] == 2.0
+    pulled_dir().mkdir(parents=True)
+    (pulled_dir() / "mine.gguf").write_bytes(gguf)  # put there by hand: without a record
+    assert open_text_model("mine").sampling_defaults["dry_base"] == 2.0
 
 
 @pytest.mark.full

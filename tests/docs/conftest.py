@@ -1,4 +1,4 @@
-"""Makes the hub of tests/cli importable here, and starts the process that forks programs."""
+"""Makes the hub and the encoders of other folders importable here, and starts the process that forks programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+for folder in ("cli", "encoders"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,14 @@ from pathlib import Path
 
 from doc_blocks import ROOT, Block, commands_of
 from hub_server import local_hub
-from stand_ins import model_file, model_folder, provide, provide_named
+from stand_ins import folder_of, model_file, provide, provide_named
 
 from bifolio.model.pull import PACKAGED
 
 PACKAGE_MEMBER = PACKAGED["smollm2"].member
 FORKED = Path(__file__).with_name("forked_programs.py")
 TIMEOUT = 240  # seconds for one command
+LONG_TIMEOUT = 1800  # where models are real and commands are not shortened
 NOT_HERE = re.compile(r"\b(pip install|pytest|apt-get|apt install|sudo|git clone|wget|docker)\b")
 INSTALL = re.compile(r"pip install (?P<requirements>[^&|;]+?)\s*(?:&&\s*|$)")
 # `bifolio` as it is on the path of a user; pulling `smollm2` finds a small model in the package's place.
@@ -61,6 +62,7 @@ class Runner:
     ) -> None:
         self.python = python
         self.real_models = models is not None
+        self.timeout = LONG_TIMEOUT if self.real_models else TIMEOUT
         self.folder = folder / "work"
         self.folder.mkdir()
         self._programs, self._forked_programs = folder / "bin", folder / "forked"
@@ -198,7 +200,7 @@ class Runner:
             input=typed,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            timeout=self.timeout,
             check=False,
         )
 
@@ -250,8 +252,10 @@ class Runner:
             return
         with local_hub() as hub:
             for repository, file in references:
-                folder = {path.name: path.read_bytes() for path in model_folder().iterdir()}
-                hub.repositories[repository] = {file: model_file().read_bytes()} if file else folder
+                folder = folder_of(repository)
+                paths = [path for path in folder.rglob("*") if path.is_file()]
+                files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+                hub.repositories[repository] = {file: model_file().read_bytes()} if file else files
             self.environment["HF_ENDPOINT"] = hub.address
             yield
 

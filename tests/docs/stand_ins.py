@@ -11,7 +11,11 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+from encoder_models import VOCABULARY, add_modules, word_pieces
+
 from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loader import load_model
 from bifolio.quant.formats import QuantFormat
 from helpers import CORPUS, END_OF_TEXT, fresh_folder, tiny_folder
@@ -54,6 +58,47 @@ def model_file() -> Path:
     path = fresh_folder("stand-in") / "model.gguf"
     write_gguf(path, load_model(model_folder()), QuantFormat.Q8_0)
     return path
+
+
+@cache
+def encoder_folder() -> Path:
+    """A small BERT of random weights with the modules of sentence-transformers."""
+    folder, size, layers, rows = fresh_folder("stand-in") / "encoder", 48, 2, {"intermediate": 96}
+    folder.mkdir()
+    config = {
+        "model_type": "bert", "architectures": ["BertModel"], "vocab_size": len(VOCABULARY), "hidden_size": size,
+        "intermediate_size": rows["intermediate"], "num_hidden_layers": layers, "num_attention_heads": 4,
+        "max_position_embeddings": 256, "type_vocab_size": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    word_pieces().save(str(folder / "tokenizer.json"))
+    add_modules(folder, "mean")
+    write_safetensors(folder / "model.safetensors", _bert_tensors(size, rows["intermediate"], layers))
+    return folder
+
+
+def _bert_tensors(size: int, wide: int, layers: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings": (len(VOCABULARY), size), "embeddings.position_embeddings": (256, size),
+        "embeddings.token_type_embeddings": (2, size), "embeddings.LayerNorm": (size,),
+    }  # fmt: skip
+    parts = dict.fromkeys((f"attention.self.{name}" for name in ("query", "key", "value")), (size, size))
+    parts |= {"attention.output.dense": (size, size), "intermediate.dense": (wide, size), "output.dense": (size, wide)}
+    norms = dict.fromkeys(("attention.output.LayerNorm", "output.LayerNorm"), (size,))
+    for layer in range(layers):
+        shapes |= {f"encoder.layer.{layer}.{name}": shape for name, shape in {**parts, **norms}.items()}
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[f"{name}.weight"] = 1.0 * (len(shape) == 1) + 0.15 * rng.standard_normal(shape)
+        if "embeddings." not in name or len(shape) == 1:
+            tensors[f"{name}.bias"] = 0.1 * rng.standard_normal(shape[0])
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def folder_of(name: str) -> Path:
+    """The model in the place of a folder or a repository: an encoder under the names of encoders."""
+    return encoder_folder() if "MiniLM" in name else model_folder()
 
 
 def provide(command: str, folder: Path) -> None:
@@ -100,4 +145,4 @@ def provide_one(path: Path, words: list[str]) -> None:
         path.mkdir()
         (path / "text.txt").write_text(TEXT, encoding="utf-8")
     else:
-        shutil.copytree(model_folder(), path)
+        shutil.copytree(folder_of(path.name), path)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 
-from doc_blocks import ROOT, blocks_of, documents
+import pytest
+from doc_blocks import ROOT, blocks_of, documents, walked_pages
+from doc_walk import PageWalk
 
 
 def script() -> ModuleType:
@@ -32,3 +35,16 @@ def test_a_part_of_the_pages_can_be_chosen() -> None:
     names = [name for name, _, _ in script().steps(["tutorials"])]
     assert names
     assert all("tutorials" in name for name in names)
+
+
+def test_the_real_model_answers_as_the_tutorial_shows(tmp_path: Path, models_dir: Path) -> None:
+    """Greedy answers of SmolLM2 that a page shows are those of this version, on every instruction set."""
+    file = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not file.is_file():
+        pytest.skip(f"{file} is absent")
+    (tmp_path / "cache" / "models").mkdir(parents=True)
+    (tmp_path / "cache" / "models" / "smollm2.gguf").symlink_to(file)
+    conversation = [block for block in walked_pages()["docs/tutorials/chat.md"] if block.kind == "session"]
+    assert conversation
+    with PageWalk(tmp_path, models=tmp_path / "cache") as page:
+        page.walk(conversation)

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from family_rows import ROWS, row_model, save_row
 from whole_prompt import prompt_logits
 
+from adapter_files import peft_adapter
 from bifolio.model.families import all_families, family_of_hf
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.huggingface.hf_loader import load_folder
@@ -33,6 +35,8 @@ from bifolio.quant import QuantFormat
 from helpers import ARCHITECTURES, fresh_folder, tiny_model, tiny_tokenizer, transformers_logits
 
 OTHER_NAMES = {"llama3-rope": "llama", "smollm2": "llama", "deepseek3": "deepseek2"}  # small models of `helpers`
+CHANGED = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "wqkv", "Wqkv", "query_key_value", "c_attn", "q_a_proj",
+           "q_b_proj", "kv_a_proj_with_mqa", "in_proj"}  # fmt: skip  # by adapters, in models that have them
 STORE = Path(os.environ.get("BIFOLIO_DOOR_MODELS") or Path(__file__).with_name("models"))
 
 
@@ -43,6 +47,7 @@ class DoorModel(NamedTuple):
     folder: Path
     gguf: Path | None  # None: GGUF cannot describe the family
     is_stored: bool = False
+    adapter: Path | None = None  # a folder of PEFT; the model is then the base with it
 
 
 def family_of_row(name: str) -> str:
@@ -82,6 +87,22 @@ def oracle_model(name: str) -> Any:
 
 
 @cache
+def adapted_model(name: str) -> tuple[Any, Path]:
+    """The small model with an adapter of PEFT, and the folder of the adapter."""
+    pytest.importorskip("peft")
+    base = oracle_model(name)
+    names = {path.rpartition(".")[2] for path, _ in base.named_modules()}
+    return peft_adapter(base, target_modules=sorted(names & CHANGED), task_type="CAUSAL_LM")
+
+
+def with_adapter(model: DoorModel) -> DoorModel:
+    """The model with its adapter; skips where the model is one of a store, which has none."""
+    if model.is_stored:
+        pytest.skip("the store has no adapters: tests/gpu/test_gpu_adapters.py has them on a GPU")
+    return model._replace(adapter=adapted_model(model.name)[1])
+
+
+@cache
 def door_model(name: str, *, use_store: bool = False) -> DoorModel:
     """The files of a row's model: those of the store, or fresh ones."""
     stored = STORE / name.replace(" ", "-")
@@ -114,7 +135,8 @@ def oracle_logits(model: DoorModel, token_ids: tuple[int, ...]) -> np.ndarray:
     """f32[t, vocab]."""
     if model.is_stored:
         return prompt_logits(load_folder(model.folder).weights, list(token_ids))
-    return transformers_logits(oracle_model(model.name), token_ids)
+    scored = oracle_model(model.name) if model.adapter is None else adapted_model(model.name)[0]
+    return transformers_logits(scored, token_ids)
 
 
 # -- the store -------------------------------------------------------------------------------------------------------

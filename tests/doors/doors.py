@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pytest
-from door_models import HYBRID, ROW_FAMILIES, DoorModel, door_model, gguf_file, oracle_logits
+from door_models import HYBRID, ROW_FAMILIES, DoorModel, door_model, gguf_file, oracle_logits, with_adapter
 
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.errors import EngineDeadError
@@ -35,6 +35,7 @@ from helpers import log_softmax, random_prompt, tiny_tokenizer
 
 PROMPT_LENGTH, NUM_NEW, QUESTION_LENGTH = 70, 8, 5  # a prompt fills a block of every device's default size
 PATTERN_LENGTH = 5  # letters of a text with a grammar
+ADAPTER = "adapter"  # name of the adapter of a door
 ENTRIES = ("folder", "gguf", "serve")
 NORMED, DIFFER, TILED = "groups that the recurrent layers are normed in", "heads or inputs that differ", "in this file"
 WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a refusal of two ranks
@@ -43,6 +44,11 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("qwen35", "qwen35moe"), ["gguf"]), TILED),
     **dict.fromkeys(product(("jamba", "mamba"), ENTRIES), "selective recurrent layers"),
     **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
+}
+
+WITHOUT_ADAPTERS = {  # (family, entry) -> the reason of adapters for a refusal of this one
+    **dict.fromkeys(product(("nemotron_h",), ENTRIES), "cannot be changed in this nemotron_h model"),
+    ("falcon_h1", "gguf"): "has factors in its weights",
 }
 
 
@@ -76,8 +82,10 @@ PRODUCTS = Tolerance(repeated=1e-4)  # of numpy: sums of one row depend on the n
 class Entry(Protocol):
     """An opened door: requests to the engine, however it is reached. All of them are greedy."""
 
-    def ask(self, prompts: list[list[int]], num_new: int = NUM_NEW, pattern: str | None = None) -> list[Turn]:
-        """Answers to prompts that run together, with texts of a pattern where one is given."""
+    def ask(
+        self, prompts: list[list[int]], num_new: int = NUM_NEW, pattern: str | None = None, adapter: str | None = None
+    ) -> list[Turn]:
+        """Answers to prompts that run together, with texts of a pattern, or of an adapter, where one is given."""
         ...
 
     def ask_cold(self, prompt: list[int]) -> Turn:
@@ -99,12 +107,14 @@ class LlmEntry:
 
     llm: LLM
 
-    def ask(self, prompts: list[list[int]], num_new: int = NUM_NEW, pattern: str | None = None) -> list[Turn]:
+    def ask(
+        self, prompts: list[list[int]], num_new: int = NUM_NEW, pattern: str | None = None, adapter: str | None = None
+    ) -> list[Turn]:
         grammar = None if pattern is None else Grammar.regex(pattern)
         params = SamplingParams(
             temperature=0.0, max_tokens=num_new, ignore_eos=pattern is None, logprobs=0, grammar=grammar
         )
-        outputs = self.llm.generate(list(prompts), params)
+        outputs = self.llm.generate(list(prompts), params, lora_request=adapter)
         assert all(output.error is None for output in outputs), [output.error for output in outputs]
         turns = []
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -225,6 +235,21 @@ def check_grammar(entry: Entry, model: DoorModel, tolerance: Tolerance = EXACT) 
         left -= len(texts[token])
 
 
+def check_adapter(entry: Entry, model: DoorModel, tolerance: Tolerance = EXACT) -> None:
+    """One prompt with the adapter and without: each has the tokens of its oracle, and blocks of its own."""
+    adapted = with_adapter(model)
+    (first,) = entry.ask([first_prompt(model)], adapter=ADAPTER)
+    (plain,) = entry.ask([first_prompt(model)])
+    (second,) = entry.ask([[*first.prompt, *first.tokens, *question(model)]], adapter=ADAPTER)
+    assert (first.num_cached, plain.num_cached) == (0, 0)
+    assert second.num_cached > 0
+    assert entry.num_used_blocks() == 0
+    check_turn(model, plain, tolerance)
+    check_turn(adapted, first, tolerance)
+    check_turn(adapted, second, tolerance)
+    assert first.logprobs != plain.logprobs
+
+
 # -- options ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Option:
@@ -233,6 +258,7 @@ class Option:
     settings: dict[str, Any]
     check: Callable[..., None] = check_talk
     refused: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (family, entry) -> words of the error
+    has_adapter: bool = False
 
 
 SMALL = {"num_blocks": 16, "block_size": 8, "max_model_len": 64}
@@ -244,6 +270,7 @@ OPTIONS = {
     "draft": Option({"speculative": SpeculativeConfig("ngram", adaptive=False)}),
     "beams": Option({}, check_beams),
     "grammar": Option({}, check_grammar),
+    "adapter": Option({}, check_adapter, WITHOUT_ADAPTERS, has_adapter=True),
 }
 
 
@@ -277,6 +304,14 @@ class Door:
     @property
     def model(self) -> DoorModel:
         return door_model(self.name, use_store=self.kernels == "gpu")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of `LLM`."""
+        option = OPTIONS[self.option]
+        if not option.has_adapter:
+            return option.settings
+        return {**option.settings, "lora_modules": {ADAPTER: str(with_adapter(self.model).adapter)}}
 
     @property
     def path(self) -> Path:

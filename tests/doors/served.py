@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from doors import NUM_NEW, OPTIONS, SMALL, Door, Tolerance, Turn, opened_llm, recorded
+from doors import ADAPTER, NUM_NEW, OPTIONS, SMALL, Door, Tolerance, Turn, opened_llm, recorded
 
 NAME = "door"  # of the served model
 ARGUMENTS = {  # of `bifolio serve`, as `doors.OPTIONS`
@@ -61,8 +61,14 @@ class Client:
         cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Turn(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"], cached)
 
-    def ask(self, prompts: list[list[int]], num_new: int = NUM_NEW, pattern: str | None = None) -> list[Turn]:
-        options = {"ignore_eos": True} if pattern is None else {"structured_outputs": {"regex": pattern}}
+    def ask(
+        self, prompts: list[list[int]], num_new: int = NUM_NEW, pattern: str | None = None, adapter: str | None = None
+    ) -> list[Turn]:
+        options: dict[str, Any] = {"ignore_eos": True}
+        if pattern is not None:
+            options = {"structured_outputs": {"regex": pattern}}
+        if adapter is not None:
+            options["model"] = adapter
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self._turn(prompt, num_new, **options), prompts))
 
@@ -155,6 +161,8 @@ def check_served_door(door: Door, tolerance: Tolerance, *arguments: str) -> None
     option = OPTIONS[door.option]
     chosen = [*arguments, *ARGUMENTS.get(door.option, ())]
     kernels = None if door.kernels == "gpu" else door.kernels  # those of the device that an argument names
+    if option.has_adapter:
+        chosen += ["--lora-modules", f"{ADAPTER}={door.settings['lora_modules'][ADAPTER]}"]
     if door.option == "small memory":
         chosen += ["--memory", str(_small_bytes(door))]
     if door.refusal is not None:

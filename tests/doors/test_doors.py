@@ -19,7 +19,7 @@ from door_models import HYBRID, ROW_FAMILIES, first_rows, has_gguf
 from served import check_served_door
 from stand_in_slots import MeasuredStandIn
 
-from bifolio.errors import ConfigError
+from bifolio.errors import BifolioError
 from bifolio.model.families import all_families
 from bifolio.model.huggingface.hf_loader import load_folder
 from doors import OPTIONS, Door, opened_llm, recorded
@@ -58,13 +58,13 @@ def sampled_doors() -> list[Door]:
 def open_door(door: Door) -> None:
     """Open and check a door, or see the refusal that its option announces for the family."""
     option = OPTIONS[door.option]
-    settings: dict[str, Any] = {"threads": 1, "kernels": door.kernels, **option.settings}
+    settings: dict[str, Any] = {"threads": 1, "kernels": door.kernels, **door.settings}
     if door.kernels == "stand-in":
         settings |= {**FEW, "kernels": MeasuredStandIn(), "warm_up": False}
     if door.entry == "serve":
         check_served_door(door, door.tolerance)
     elif door.refusal is not None:
-        with pytest.raises(ConfigError, match=door.refusal), opened_llm(door.path, **settings):
+        with pytest.raises(BifolioError, match=door.refusal), opened_llm(door.path, **settings):
             pass
     else:
         with recorded(door), opened_llm(door.path, **settings) as entry:

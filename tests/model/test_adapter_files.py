@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from family_rows import row_model, save_row
 
 from adapter_files import adapter_folder, adapter_tensors, gguf_adapter, peft_adapter
 from bifolio.engine.host_batch import HostBatch, Run
@@ -83,6 +84,24 @@ def test_logits_equal_those_of_peft(recipe: str, tmp_path: Path) -> None:
     file = load_model(tmp_path / "base.gguf")
     adapter = read_adapter(path, file.config)
     assert np.abs(logits(file, adapter) - expected).max() < 1e-4
+
+
+@pytest.mark.full
+def test_factors_of_a_folder_apply_to_its_adapters(tmp_path: Path) -> None:
+    """Falcon-H1: they are put into the weights at load, and those of PEFT have none."""
+    pytest.importorskip("peft")
+    original = row_model("falcon_h1")
+    save_row("falcon_h1", original, tmp_path / "base")
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted, path = peft_adapter(original, target_modules=names, task_type="CAUSAL_LM")
+    model = load_model(tmp_path / "base")
+    assert model.config.weight_factors
+    expected = transformers_logits(adapted, PROMPT)
+    assert np.abs(logits(model, read_adapter(path, model.config)) - expected).max() < 1e-4
+    assert np.abs(logits(model, None) - expected).max() > 1e-2
+    write_gguf(tmp_path / "base.gguf", model, QuantFormat.F32)
+    with pytest.raises(UnsupportedModelError, match="load the base as a folder"):
+        read_adapter(path, load_model(tmp_path / "base.gguf").config)
 
 
 @pytest.mark.full

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 VICTIM, ATTACKER, NEIGHBOUR = "victim-key", "attacker-key", "neighbour-key"
 ADDRESSES = {VICTIM: "127.0.0.1", ATTACKER: "127.0.0.2", NEIGHBOUR: "127.0.0.3"}  # of clients without keys
 SHORT = json.dumps({"prompt": "Once upon", "max_tokens": 4, "temperature": 0}).encode()
@@ -44,10 +46,14 @@ class LawServer:
     def __init__(self, model: Path | str, has_keys: bool = True) -> None:
         self._has_keys = has_keys
         self._numbers = itertools.count()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = int(listener.getsockname()[1])
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        self.port, self.events_port, replay_port = (int(each.getsockname()[1]) for each in listeners)
+        for listener in listeners:
+            listener.close()
         keys = [part for key in (VICTIM, ATTACKER, NEIGHBOUR) for part in ("--api-key", key)] if has_keys else []
         command = [sys.executable, "-m", "bifolio", "serve", "-m", str(model), "--port", str(self.port), *keys]
+        events = [f"tcp://127.0.0.1:{port}" for port in (self.events_port, replay_port)]
+        command += ["--kv-events", events[0], "--kv-events-replay", events[1]]
         command += ["--log-level", "error", "--drain-timeout", "1"]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ)
         self._stop = threading.Event()
@@ -68,6 +74,11 @@ class LawServer:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def num_bytes(self) -> int:
+        """Memory of the server and its processes."""
+        processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+        return sum(process.memory_info().rss for process in processes)
 
     def ask(self, path: str, content: bytes | None, key: str, timeout: float = 60.0) -> int:
         """The status of an answer that is read to its end; 0 if it took longer than `timeout` and the client left."""

@@ -6,26 +6,40 @@ import contextlib
 import itertools
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 
 from law_server import ATTACKER, LawServer
 
 from bifolio.serve.http.connection import allow_files
+from bifolio.serve.process.zmtp import GREETING, ready
 
 Siege = Callable[[LawServer], contextlib.AbstractContextManager[None]]
 NUM_PARTIAL = 1060  # more than one client may have
 LEAVES_AFTER = 3.0  # seconds
 
 
-@contextlib.contextmanager
-def repeated(server: LawServer, num_threads: int, path: str, body: Callable[[int], object]) -> Iterator[None]:
+def repeated(
+    server: LawServer, num_threads: int, path: str, body: Callable[[int], object]
+) -> contextlib.AbstractContextManager[None]:
     """Requests of the attacker all the time, each with a number."""
-    stop, numbers = threading.Event(), itertools.count()
+    numbers = itertools.count()
+
+    def ask() -> None:
+        server.ask(path, json.dumps(body(next(numbers))).encode(), ATTACKER, LEAVES_AFTER)
+
+    return again_and_again(ask, num_threads)
+
+
+@contextlib.contextmanager
+def again_and_again(attack: Callable[[], None], num_threads: int) -> Iterator[None]:
+    """An attack that every thread repeats."""
+    stop = threading.Event()
 
     def work() -> None:
         while not stop.is_set():
-            server.ask(path, json.dumps(body(next(numbers))).encode(), ATTACKER, LEAVES_AFTER)
+            attack()
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
     for thread in threads:
@@ -77,9 +91,27 @@ def grammar_bombs(server: LawServer) -> contextlib.AbstractContextManager[None]:
     return repeated(server, 8, "/v1/completions", body)
 
 
+def long_frames(server: LawServer) -> contextlib.AbstractContextManager[None]:
+    """Frames of a gigabyte on the port of KV events, of which the beginning is sent."""
+    beginning = b"\x02" + struct.pack(">Q", 1000 << 20) + bytes(64 << 10)
+
+    def attack() -> None:
+        source = (server.address(ATTACKER), 0)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", server.events_port), LEAVES_AFTER, source_address=source) as peer,
+        ):
+            peer.sendall(GREETING + ready(b"SUB") + beginning)
+            while peer.recv(1 << 16):
+                pass
+
+    return again_and_again(attack, 4)
+
+
 SIEGES: dict[str, Siege] = {
     "partial bodies": partial_bodies,
     "stored responses": stored_responses,
     "urgent requests": urgent_requests,
     "grammar bombs": grammar_bombs,
+    "long frames": long_frames,
 }

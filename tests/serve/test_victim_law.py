@@ -88,10 +88,12 @@ def test_a_field_of_an_unknown_type_is_an_error() -> None:
 def test_the_victim_is_answered_during_sieges(kind: str, request: pytest.FixtureRequest) -> None:
     server: LawServer = request.getfixturevalue(kind)
     stored = server.store()
+    before = server.num_bytes()
     for siege in SIEGES.values():
         with siege(server):
             server.times_of_victim(stored, 1)
     assert server.is_alive
+    assert server.num_bytes() < before + (700 << 20)
 
 
 @pytest.mark.slow

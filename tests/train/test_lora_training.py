@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from family_rows import row_model, save_row
 
 from bifolio import LLM, SamplingParams
 from bifolio.cli.main import build_app
@@ -50,6 +51,30 @@ def test_an_adapter_learns_a_text(form: str, tmp_path: Path) -> None:
     assert isinstance(losses, list)
     assert losses[-1] < losses[0] - 0.5
     assert score(model, tmp_path / "adapter") > score(model, None) + 0.5
+
+
+@pytest.mark.full
+def test_factors_of_a_folder_are_no_part_of_its_adapter(tmp_path: Path) -> None:
+    """The change that was trained is the change that is read, also where the base multiplies its rows (Falcon-H1)."""
+    import torch
+
+    from bifolio.model.adapters.adapter import read_adapter
+    from bifolio.train.lora import LoraRun, LoraSettings
+
+    save_row("falcon_h1", row_model("falcon_h1"), tmp_path)
+    model = load_model(tmp_path)
+    assert model.config.weight_factors
+    trained = LoraRun(model, LoraSettings(str(tmp_path), data=("none.txt",), rank=3))
+    with torch.no_grad():
+        for up in trained.ups.values():
+            up.normal_()
+    trained.write(tmp_path / "adapter")
+    found, expected = read_adapter(tmp_path / "adapter", model.config).weights.products, trained.adapter().products
+    assert found.keys() == expected.keys()
+    for site, parts in expected.items():
+        for read, own in zip(found[site], parts, strict=True):
+            change = (own.up @ own.down).detach().numpy()  # type: ignore[union-attr]
+            np.testing.assert_allclose(np.asarray(read.up) @ np.asarray(read.down), change, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full

@@ -109,7 +109,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         (tower("a.gguf", "resampler"), UnsupportedModelError, "projectors of type 'resampler' are not supported"),
         (tower("b.gguf", **{KEYS.PROJECTION_DIM: 32}), ModelFileError, "makes rows of 32 numbers and text.gguf takes"),
         (tower("c.gguf", "idefics3"), ModelFileError, "needs the token '<image>', which text.gguf lacks"),
-        (tower("d.gguf", **{KEYS.USE_GELU: False}), UnsupportedModelError, "have the activation GELU"),
+        (tower("d.gguf", **{KEYS.USE_GELU: False}), UnsupportedModelError, "another activation than GELU"),
     ):
         with pytest.raises(error, match=said):
             load_model(text, path)

@@ -29,7 +29,9 @@ class TierSettings:
         return cls(memory or 0, place, DISK_BYTES if disk_bytes is None else disk_bytes)
 
     def __post_init__(self) -> None:
-        if self.memory_bytes < 0 or self.disk_bytes < 1:
-            raise ConfigError("the sizes of kv_offload and kv_offload_disk are positive: pass sizes such as 8GB")
+        if self.memory_bytes < 0:
+            raise ConfigError(f"kv_offload (--kv-offload) is {self.memory_bytes} bytes: pass a size such as 8GB")
+        if self.disk_bytes < 1:
+            raise ConfigError(f"kv_offload_disk (--kv-offload-disk) is {self.disk_bytes} bytes: pass one such as 8GB")
         if not self.memory_bytes and self.folder is None:
             raise ConfigError("a tier needs memory or a folder: pass kv_offload, kv_offload_dir or both")

@@ -90,9 +90,9 @@ def recommended_defaults(path: Path) -> dict[str, float]:
     """The sampling defaults recorded for a pulled model, or for one with the same bytes; {} for other files."""
     if path.parent.parent == pulled_dir():  # a part of a model in several files
         path = path.parent
-    if path.parent != pulled_dir():
-        return _defaults_of_copy(path)
-    return _recorded_defaults(path)
+    if path.parent == pulled_dir() and _record_of(path):
+        return _recorded_defaults(path)
+    return _defaults_of_copy(path) if path.is_file() else {}
 
 
 def ends_digest(path: Path) -> str:
@@ -115,10 +115,14 @@ def _defaults_of_copy(path: Path) -> dict[str, float]:
 
 
 def _recorded_defaults(path: Path) -> dict[str, float]:
-    found = _pulled_record(path.stem if path.suffix == ".gguf" else path.name).get("generation_config")
+    found = _record_of(path).get("generation_config")
     if not isinstance(found, dict):
         return {}
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def _record_of(path: Path) -> dict[str, object]:
+    return _pulled_record(path.stem if path.suffix == ".gguf" else path.name)
 
 
 def _pulled_record(name: str) -> dict[str, object]:

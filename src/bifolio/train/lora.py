@@ -21,6 +21,7 @@ from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Adapter, AdapterUse, Experts, Linear, LowRank
 from bifolio.kernels.select import select_kernels
 from bifolio.model import transformer
+from bifolio.model.adapters.adapter import folder_factors
 from bifolio.model.adapters.layout import TracedTensor, traced_layers
 from bifolio.model.adapters.peft_folder import CONFIG, WEIGHTS
 from bifolio.model.adapters.sites import changed_products, site_of, with_sites
@@ -28,6 +29,7 @@ from bifolio.model.file_access import atomic_write
 from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
+from bifolio.model.model_file import Factors
 from bifolio.model.weights import prepare
 from bifolio.train.head_data import token_sequences
 from bifolio.train.head_run import HeadResult, HeadSettings, share_of_rate
@@ -70,11 +72,13 @@ class LoraRun:
     places: list[Place] = field(init=False)
     downs: dict[str, torch.Tensor] = field(init=False, default_factory=dict)  # by module: [r, in]
     ups: dict[str, torch.Tensor] = field(init=False, default_factory=dict)  # [out, r]
+    factors: dict[str, Factors | None] = field(init=False, default_factory=dict)  # in the weights, not in the folder
 
     def __post_init__(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {}
         self.places = list(_places(self.target, shapes))
         for module, (rows, columns) in shapes.items():
+            self.factors[module] = folder_factors(self.target.config, f"{module}.weight")
             self.downs[module] = (torch.randn(self.settings.rank, columns) * columns**-0.5).requires_grad_()
             self.ups[module] = torch.zeros(rows, self.settings.rank).requires_grad_()
 
@@ -97,9 +101,11 @@ class LoraRun:
     def write(self, folder: Path) -> None:
         """Write the folder of PEFT."""
         tensors = {}
-        for module in self.downs:
-            for side, values in (("A", self.downs[module]), ("B", self.ups[module])):
-                tensors[f"base_model.model.{module}.lora_{side}.weight"] = values.detach().numpy()
+        for module, factors in self.factors.items():
+            up = self.ups[module].detach().numpy()
+            sides = {"A": self.downs[module].detach().numpy(), "B": up if factors is None else up / factors[:, None]}
+            for side, values in sides.items():
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
         rank = self.settings.rank
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(self.target.path),
                   "r": rank, "lora_alpha": self.scale * rank, "lora_dropout": 0.0, "bias": "none",

@@ -19,6 +19,8 @@ from bifolio.model.adapters.layout import Side, TracedTensor, traced_layers
 from bifolio.model.adapters.peft_folder import CONFIG, read_peft
 from bifolio.model.adapters.sites import EXPERTS, changed_products, site_of
 from bifolio.model.families import family_of
+from bifolio.model.families.family import no_factors
+from bifolio.model.model_file import Factors
 
 MAX_LORA_RANK = 256  # default
 DIGEST_BYTES = 16
@@ -110,7 +112,7 @@ def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object
                     f"{path}: {each.name.removesuffix('.weight')!r} cannot be changed in this {family.name} model: use "
                     "the adapter's own base, or merge it"
                 )
-            placed.add(each, whole)
+            placed.add(each if side == "gguf" else _with_factors(each, config), whole)
     products: dict[int, tuple[LowRank, ...]] = {}
     experts: dict[int, tuple[ExpertLowRank, ...]] = {}
     for number, layer in enumerate(layers):
@@ -129,6 +131,25 @@ def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object
 
         changed_products(layer, change, change_experts)
     return Adapter(products, experts)
+
+
+def folder_factors(config: ModelConfig, name: str) -> Factors | None:
+    """Factors of the rows of a folder's matrix: those of the base are in its weights, an adapter of PEFT has none."""
+    family = family_of(config)
+    if family.folder_factors is not no_factors and not config.weight_factors:
+        raise UnsupportedModelError(
+            f"the GGUF file of this {family.name} base has factors in its weights that it does not state, and adapters "
+            "of PEFT need them: load the base as a folder"
+        )
+    return family.folder_factors(config, name)
+
+
+def _with_factors(delta: Delta, config: ModelConfig) -> Delta:
+    factors = folder_factors(config, delta.name)
+    if factors is None:
+        return delta
+    bias = None if delta.bias is None else delta.bias * factors
+    return replace(delta, up=delta.up * factors[:, None], bias=bias)
 
 
 class _Placed:

@@ -151,7 +151,9 @@ def _renamed(file: GgufFile, names: tuple[tuple[str, str], ...]) -> Iterator[tup
 def _sizes(own: Metadata) -> dict[str, Any]:
     """Sizes that all towers have."""
     if own.flag("clip.use_silu", False) or not own.flag("clip.use_gelu", False):
-        raise UnsupportedModelError(f"{own.path}: towers of this type have the activation GELU (clip.use_gelu)")
+        raise UnsupportedModelError(
+            f"{own.path}: a tower with another activation than GELU is not supported: pass a mmproj with clip.use_gelu"
+        )
     return {
         "hidden_size": own.count("clip.vision.embedding_length"),
         "intermediate_size": own.count("clip.vision.feed_forward_length"),

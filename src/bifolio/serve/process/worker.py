@@ -17,6 +17,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from bifolio.api import messages as m
+from bifolio.garbage import QuietCollector
 from bifolio.serve.views.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -85,8 +86,11 @@ def serve(connection: socket.socket) -> int:
             pass
         service.thread.stop(timeout=0)
 
+    collector = QuietCollector()
+
     def beat() -> None:
         while service.thread.is_alive:
+            collector.look(is_idle=not service.llm.engine.has_work)
             with contextlib.suppress(RuntimeError):  # a collection changed while it was counted: skip this beat
                 outbox.put(service.beat())
                 service.expire_grammars()
