@@ -1,6 +1,7 @@
 """NomicBERT (nomic-embed-text): BERT with rope instead of positions, a gated MLP, and no biases of products.
 
-Folders of the class of transformers and those of the class in the models' own repositories have other names for the same.
+Folders of the class of transformers and those of the class in the models' own repositories have other names for the
+same.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ OTHER_NAMES = {
     "mlp.up_proj": "mlp.fc11",
     "mlp.down_proj": "mlp.fc2",
 }
-GATED = {"swiglu": "silu", "geglu": "gelu"}
+ACTIVATION = Form(
+    activation("activation_function", "hidden_act", swiglu="silu", geglu="gelu").read, activation("hidden_act").write
+)
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -107,7 +110,7 @@ FAMILY = Family(
         Field("intermediate_size", hf=("intermediate_size", "n_inner")),
         Field("max_position", hf=Key(("max_position_embeddings", "n_positions"), default=2048)),
         Field("norm_eps", hf=Key(("layer_norm_eps", "layer_norm_epsilon"), default=1e-12)),
-        Field("activation", hf=Form(activation("activation_function", "hidden_act", **GATED).read, activation("hidden_act").write)),
+        Field("activation", hf=ACTIVATION),
         Field("ropes", hf=Form(_ropes, written_ropes), gguf=Form(lambda v: (read_rope(v),), rope_entries)),
     ),
     hf_types=("nomic_bert",),

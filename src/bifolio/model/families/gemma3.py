@@ -1,6 +1,7 @@
-"""Gemma 3 and EmbeddingGemma: norms before and after attention and MLP, scaled embeddings, five layers with a window, then one without.
+"""Gemma 3 and EmbeddingGemma: norms before and after attention and MLP, scaled embeddings, layers with a window.
 
-Layers with a window have a separate rope base without scaling. EmbeddingGemma sees tokens in both directions and generates no text.
+Of six layers five have a window; these have a separate rope base without scaling. EmbeddingGemma sees tokens in both
+directions and generates no text.
 """
 
 from __future__ import annotations
