@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bifolio.model.encoders.joined_rows import JoinedRows
 from bifolio.model.encoders.shared import BERT, SIZES, TOKEN_TYPES
 from bifolio.model.families.family import Family, HeadLayer
 from bifolio.model.tensor_names import GGUF_LLAMA, TensorNames
@@ -50,4 +51,5 @@ FAMILY = Family(
     gguf_architectures=("bert",),
     gguf_implied={"activation": "gelu"},
     gguf_names=GGUF_NAMES,
+    gguf_source=JoinedRows,
 )
