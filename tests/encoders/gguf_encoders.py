@@ -15,7 +15,7 @@ SPACE = "▁"
 NORMAL, CONTROL = 1, 3
 MEAN, CLS, LAST, RANK = 1, 2, 3, 4
 LAYER = r"(?:encoder\.)?layers?\.(\d+)\."
-NAMES: Mapping[str, Mapping[str, str]] = {  # patterns of names without the base model, by architecture
+NAMES: dict[str, Mapping[str, str]] = {  # patterns of names without the base model, by architecture
     "bert": {
         r"embeddings\.word_embeddings": "token_embd",
         r"embeddings\.position_embeddings": "position_embd",
@@ -61,6 +61,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {  # patterns of names without the base
         r"classifier": "cls.output",
     },
 }
+NAMES["jina-bert-v2"] = {
+    **{old: new for old, new in NAMES["bert"].items() if "intermediate" not in old},
+    LAYER + r"mlp\.gated_layers": r"blk.\1.ffn_up",
+    LAYER + r"mlp\.wo": r"blk.\1.ffn_down",
+    LAYER + r"mlp\.layernorm": r"blk.\1.layer_output_norm",
+}
 BASES = ("bert.", "roberta.", "nomic_bert.", "model.")
 
 
@@ -91,6 +97,7 @@ def write_encoder(
     vocabulary: Sequence[str] = VOCABULARY,
     special: Sequence[str] = SPECIAL,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,  # of matrices
+    split: bool = False,  # gate and up of the MLP
 ) -> Path:
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -114,7 +121,10 @@ def write_encoder(
     if labels:
         writer.add_array(f"{architecture}.classifier.output_labels", list(labels))
     add_word_pieces(writer, vocabulary, special)
-    for name, value in gguf_tensors(model, architecture).items():
+    tensors = gguf_tensors(model, architecture)
+    for name in [name for name in tensors if split and ".ffn_up." in name]:
+        tensors[name.replace("ffn_up", "ffn_gate")], tensors[name] = np.split(tensors[name], 2)
+    for name, value in tensors.items():
         value = value[offset:] if name == "position_embd.weight" else value
         is_matrix = value.ndim == 2 and name.startswith("blk.")
         stored = gguf.quants.quantize(value, kind) if is_matrix and kind != 0 else value

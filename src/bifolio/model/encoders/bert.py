@@ -34,11 +34,14 @@ GGUF_NAMES = replace(
     up=("ffn_up",),
 )
 
+JINA = "jina-bert-v2"  # whose folders have the same `model_type`
+
 FAMILY = Family(
     name="bert",
     network=BERT,
     fields=(*SIZES, TOKEN_TYPES),
     hf_types=("bert",),
+    hf_variant=lambda raw: JINA if raw.get("position_embedding_type") == "alibi" else "bert",
     hf_class="BertModel",
     hf_defaults={"hidden_act": "gelu", "type_vocab_size": 2},
     hf_needed={"position_embedding_type": "absolute"},
