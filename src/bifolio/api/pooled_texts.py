@@ -7,6 +7,7 @@ from typing import Any
 
 from bifolio.errors import RequestError, did_you_mean
 from bifolio.model.loaded import TextModel
+from bifolio.pooling_params import check_truncation
 from bifolio.text.pairs import EncodedText, encode_pairs, encode_prompts, encode_texts
 
 
@@ -48,6 +49,7 @@ class PooledTexts:
 
     def limit(self, truncate: int | None) -> int | None:
         """The most tokens of a text that is cut; None: texts are not cut."""
+        check_truncation(truncate)
         if truncate is None:
             return None
         return self._longest if truncate == -1 else min(truncate, self._longest)
