@@ -23,6 +23,8 @@ FILES = {
     "gemma-270m": ("gemma-3-270m.Q4_K_M.gguf",),
     "qwen2.5-coder-1.5b": ("qwen2.5-coder-1.5b.Q4_K_M.gguf",),
     "tinyllama-iq2_xxs": ("tinyllama-1.1b.IQ2_XXS.gguf",),
+    "minilm": ("all-MiniLM-L6-v2",),  # a folder
+    "minilm-q8_0": ("all-MiniLM-L6-v2.Q8_0.gguf",),
 }
 CONVERTED = {"smollm2": "smollm2-q4_1"}  # written from this file in the format that the name ends with
 EMBEDDED = ("stories", "stories-draft")
@@ -52,7 +54,7 @@ class ModelStore:
     def _found(self, name: str) -> Path:
         for folder in (self.folder, Path.cwd(), Path(os.environ.get("BIFOLIO_TEST_MODELS") or ".")):
             for file in FILES[name]:
-                if (folder / file).is_file():
+                if (folder / file).exists():
                     return folder / file
         raise ModelFileError(f"{name} is not here: put {' or '.join(FILES[name])} into {self.folder}")
 

@@ -14,6 +14,8 @@ from bifolio.errors import ConfigError, did_you_mean
 
 BESIDE_LLAMA = "bifolio,llama.cpp"
 BESIDE_VLLM = "bifolio,vllm"
+BESIDE_ENCODERS = "bifolio-vectors,sentence-transformers,onnxruntime,llama.cpp-vectors"
+TEXTS = tuple(f"{count}{length}" for count in ("text", "texts") for length in (16, 64, 256))
 EXACT = "bifolio,bifolio[deterministic=true]"
 SPEEDS = ("prefill512", "decode1", "decode1@4096", "decode16")
 FILE_SPEEDS = ("prefill128", "decode1", "decode16", "start", "memory")
@@ -73,6 +75,7 @@ SUITES: dict[str, list[Row]] = {
         ["bifolio", *(f"bifolio[kv_cache_dtype={name}]" for name in ("f16", "bf16", "q8_0"))])),
     "block-sizes": rows_of(("S-q4_0",), SPEEDS, ",".join(
         ["bifolio", *(f"bifolio[block_size={size}]" for size in (8, 32, 64, 128))])),
+    "vectors": rows_of(("minilm",), TEXTS, BESIDE_ENCODERS),
     "folders": rows_of(("T-fp8", "T-awq", "T-gptq"), ("start", "memory"), "bifolio"),
     "dense": rows_of(("S",), SPEEDS, "bifolio,transformers"),
     "gpu": rows_of(DENSE, REQUESTS, BESIDE_VLLM),

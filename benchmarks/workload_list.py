@@ -41,6 +41,13 @@ WORKLOADS: dict[str, Workload] = {
     "streams16": Streams("16 streams of 200 tokens", RATE),
     "turn": Turns("next turn of 64 tokens after 4,000", "ms"),
     "edited_turn": Turns("next turn, first half of the last answer left out", "ms", edited=True),
+    # vectors of texts
+    "text16": Prompts("vector of a text of 16 tokens", "ms", length=16, repeats=9),
+    "text64": Prompts("vector of a text of 64 tokens", "ms", length=64, repeats=9),
+    "text256": Prompts("vector of a text of 254 tokens", "ms", length=254, repeats=9),
+    "texts16": Prompts("vectors of 64 texts of 16 tokens", "input tok/s", count=64, length=16, repeats=5),
+    "texts64": Prompts("vectors of 64 texts of 64 tokens", "input tok/s", count=64, length=64, repeats=5),
+    "texts256": Prompts("vectors of 64 texts of 254 tokens", "input tok/s", count=64, length=254, repeats=3),
     # for GPUs
     "greedy256": Crowd("256 requests, in and out 100–1024, greedy", RATE),
     "top_p256": Crowd("256 requests, in and out 100–1024, top-p 0.95", RATE, options=(dict(TOP_P),)),

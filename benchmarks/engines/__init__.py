@@ -92,8 +92,15 @@ ENGINES = {
     "vllm": ("benchmarks.engines.vllm", "Vllm"),
     "transformers": ("benchmarks.engines.transformers", "Transformers"),
     "openvino": ("benchmarks.engines.openvino", "OpenVINO"),
+    "bifolio-vectors": ("benchmarks.engines.vectors", "Bifolio"),
+    "sentence-transformers": ("benchmarks.engines.vectors", "SentenceTransformers"),
+    "onnxruntime": ("benchmarks.engines.vectors", "OnnxRuntime"),
+    "llama.cpp-vectors": ("benchmarks.engines.vectors", "LlamaCpp"),
 }
-PACKAGES = {"llama.cpp": "llama_cpp", "vllm": "vllm", "transformers": "transformers", "openvino": "openvino"}
+PACKAGES = {
+    "llama.cpp": "llama_cpp", "vllm": "vllm", "transformers": "transformers", "openvino": "openvino",
+    "sentence-transformers": "sentence_transformers", "onnxruntime": "onnxruntime", "llama.cpp-vectors": "llama_cpp",
+}  # fmt: skip
 
 
 def open_engine(name: str, opening: Opening) -> Engine:

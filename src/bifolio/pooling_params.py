@@ -31,9 +31,7 @@ class PoolingParams:
         if self.task is not None and self.task not in TASKS:
             raise RequestError(f"task is one of {', '.join(TASKS)}, not {self.task!r}")
         _check_count("dimensions", self.dimensions, 1)
-        _check_count("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-        if self.truncate_prompt_tokens == 0:
-            raise RequestError("truncate_prompt_tokens is 0: pass at least 1, or -1 for as many as the model takes")
+        check_truncation(self.truncate_prompt_tokens)
         if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
             raise RequestError("use_activation and normalize are two names of one option: pass one of them")
 
@@ -41,6 +39,13 @@ class PoolingParams:
     def activated(self) -> bool | None:
         """Whether vectors are normalised and logits become scores; None: as the model's files say."""
         return self.normalize if self.use_activation is None else self.use_activation
+
+
+def check_truncation(value: int | None) -> None:
+    """Refuse numbers of tokens that no text can be cut to."""
+    _check_count("truncate_prompt_tokens", value, -1)
+    if value == 0:
+        raise RequestError("truncate_prompt_tokens is 0: pass at least 1, or -1 for as many as the model takes")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "serve"))  # a running server
+for folder in ("serve", "engine"):  # a running server, and the stand-in for a device
+    sys.path.append(str(Path(__file__).parents[1] / folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -84,6 +84,32 @@ def test_refusals(server: RunningServer) -> None:
     assert len(post(server, "/v1/embeddings", input="fox " * 90, truncate_prompt_tokens=-1)["data"]) == 1
 
 
+def test_hostile_inputs_are_bounded(server: RunningServer) -> None:
+    """Many texts, long ones and empty ones: refused with a reason, or answered, and the server lives on."""
+    http, most = server.http(), server.context.limits.max_prompts
+    for path, body, said in (
+        ("/v1/embeddings", {"input": [""] * (most + 1)}, f"{most + 1} texts are too many"),
+        ("/rerank", {"query": "fox", "documents": ["x"] * (most + 1)}, "texts are too many"),
+        ("/score", {"text_1": "fox", "text_2": ["x"] * (most + 1)}, "texts are too many"),
+        ("/predict", {"inputs": [["fox"]] * (most + 1)}, "no classifier"),
+        ("/v1/embeddings", {"input": "fox " * 10**6}, "64"),
+        ("/rerank", {"query": "fox " * 10**5, "documents": ["x"]}, "64"),
+        ("/v1/embeddings", {"input": [7] * 10**5}, "64 fit"),
+        ("/v1/embeddings", {"input": [[7], []]}, "input is empty"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": -7}, "truncate_prompt_tokens"),
+    ):
+        answer = http.post(path, json=body, timeout=60)
+        assert 400 <= answer.status_code < 500, (path, answer.text[:200])
+        assert said in answer.text, (said, answer.text[:200])
+    empty = post(server, "/v1/embeddings", input=["", "fox", ""])["data"]
+    assert np.isfinite(empty[0]["embedding"]).all()
+    assert empty[0]["embedding"] == empty[2]["embedding"]
+    many = post(server, "/v1/embeddings", input=["fox"] * most)["data"]
+    assert all(each["embedding"] == empty[1]["embedding"] for each in many)
+
+
 def test_a_reranker_and_a_classifier() -> None:
     pairs = [[TEXTS[0], text] for text in TEXTS]
     folder = encoder_model("bert", "SequenceClassification", num_labels=1)[1]

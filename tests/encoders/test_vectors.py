@@ -13,6 +13,7 @@ import pytest
 from encoder_models import ENCODERS, TEXTS, add_modules, encoder_model, oracle_states, pool
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stand_in_slots import MeasuredStandIn
 
 from bifolio import LLM, PoolingParams
 from bifolio.errors import BifolioError, PromptTooLongError, RequestError, TokenIdError, UnsupportedModelError
@@ -38,6 +39,17 @@ def test_token_vectors_are_those_of_transformers(name: str, kernels: str) -> Non
     for text, result in zip(TEXTS, results, strict=True):
         expected = oracle_states(model, llm.model.require_tokenizer().encode(text))
         assert np.abs(result.outputs.data - expected).max() < 1e-5, text
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_device_plans_its_memory_by_a_measured_step(name: str) -> None:
+    """Warmed up; its cache holds no more than two steps use."""
+    options = {"max_model_len": 60, "token_budget": 100, "block_size": 4, "max_num_seqs": 4}
+    with LLM(encoder_model(name)[1], kernels=MeasuredStandIn(), **options) as llm:
+        assert llm.plan.step_bytes > 0
+        assert llm.plan.num_blocks == 2 * (100 // 4 + 4 + 1)
+        assert llm.engine.stats().num_prompt_tokens == 0
+        assert np.abs(vectors(llm, list(TEXTS)) - vectors(llm_of(name, "reference"), list(TEXTS))).max() < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])

@@ -76,6 +76,7 @@ WIDE = {
     "total",
     "sinks",
     "slopes",
+    "biases",
 }
 LONG = {"slots", "places", "sums", "seeds"}
 NARROW = {
@@ -114,7 +115,7 @@ CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "O
 PREFILL = {
     **{k: v for k, v in HEADS.items() if k != "GROUP"},
     "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False, "FIXED": 0, "HAS_SINKS": False,
-    "HAS_SLOPES": False, "BIDIRECTIONAL": False,
+    "HAS_SLOPES": False, "BIDIRECTIONAL": False, "COLUMNS": 0,
 }  # fmt: skip
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
@@ -137,6 +138,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "prefill": (prefill._prefill_kernel, PREFILL, 4),
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "prefill, biased": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "HAS_SLOPES": True}, 8),
+    "prefill, both ways": (
+        prefill._prefill_kernel,
+        {**PREFILL, "ROWS": 128, "FRESH": True, "BIDIRECTIONAL": True, "COLUMNS": 257},
+        8,
+    ),
     "prefill, in chunks": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "WINDOW": -8192}, 8),
     "prefill, in odd chunks": (prefill._prefill_kernel, {**PREFILL, "WINDOW": -20, "FRESH": True}, 4),
     "one row": (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.file_tokenizer import TokenType
+from bifolio.model.gguf.file_tokenizer import TokenType, Vocabulary
 from bifolio.model.gguf.loader import open_gguf_model
 from bifolio.model.gguf.reader import open_gguf
-from bifolio.model.gguf.tokenizer import Vocabulary, sentencepiece_tokenizer, special_tokens, tokenizer_from_gguf
+from bifolio.model.gguf.tokenizer import sentencepiece_tokenizer, special_tokens, tokenizer_from_gguf
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.quant.formats import QuantFormat
 from bifolio.text.infill import SPELLINGS, ContextFile, InfillTokens, Spelling, infill_tokens

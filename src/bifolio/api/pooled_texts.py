@@ -7,7 +7,8 @@ from typing import Any
 
 from bifolio.errors import RequestError, did_you_mean
 from bifolio.model.loaded import TextModel
-from bifolio.text.pairs import EncodedText, encode_pairs, encode_texts
+from bifolio.pooling_params import check_truncation
+from bifolio.text.pairs import EncodedText, encode_pairs, encode_prompts, encode_texts
 
 
 class PooledTexts:
@@ -39,12 +40,16 @@ class PooledTexts:
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncate: int | None) -> list[EncodedText]:
         tokenizer = self._model.require_tokenizer()
         prepared = [(self._prepared(one, ""), self._prepared(other, "")) for one, other in pairs]
+        template = self._model.pair_template
+        if template is not None:
+            return encode_prompts(tokenizer, template, prepared, self.limit(truncate))
         found = encode_pairs(tokenizer, prepared, self.limit(truncate))
         has_types = self._model.config.token_types > 1
         return found if has_types else [EncodedText(text.token_ids) for text in found]
 
     def limit(self, truncate: int | None) -> int | None:
         """The most tokens of a text that is cut; None: texts are not cut."""
+        check_truncation(truncate)
         if truncate is None:
             return None
         return self._longest if truncate == -1 else min(truncate, self._longest)

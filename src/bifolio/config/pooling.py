@@ -39,6 +39,7 @@ class PoolingConfig:
     max_length: int | None = None  # the most tokens of a text that the model is meant for; None: those of the network
     lowercase: bool = False  # texts are lowercased before they are encoded
     size: int = 0  # of a vector; 0: that of a hidden state
+    pair_template: tuple[str, str, str] | None = None  # text before a query, between it and a document, and after both
 
     def __post_init__(self) -> None:
         if self.kind not in POOLINGS:

@@ -100,7 +100,7 @@ def build_engine(
         cache = replace(config.cache, num_blocks=plan.num_blocks, num_states=plan.num_states)
         config = replace(config, cache=cache)
         engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load, peers=team)
-        if config.warm_up and kernels.memory() is not None and model.config.language_head:
+        if config.warm_up and kernels.memory() is not None:
             warm_up(engine)
     except BaseException:
         if team is not None:
@@ -143,6 +143,7 @@ def plan_rank(
         memory=None if memory is None else memory // size,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        token_budget=config.token_budget,
         free_bytes=free_memory() // size,
         total_bytes=total_memory() if device is None and (memory or num_blocks) else None,
         states=plan_states(model.weights.config, config),
@@ -172,6 +173,7 @@ def _measured_plan(
         kv_dtype=config.cache.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        token_budget=config.token_budget,
         states=plan_states(model.weights.config, config),
         draft=None if draft_model is None else draft_model.config,
     )

@@ -2,7 +2,8 @@
 
 The largest step is measured, not estimated: a prefill with the whole token budget and a decode of all slots run on
 padding, with every sampling filter on. Both write to the padding block, and to one state of recurrent layers, so a
-cache of two blocks and two states is enough.
+cache of two blocks and two states is enough. Of a network without a language head it is the hidden states of the whole
+budget, and their sums.
 """
 
 from __future__ import annotations
@@ -56,12 +57,10 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        batch = prefill_batch(config, cache).to(kernels)
-        if runner.images is not None:
-            batch = runner.images.largest(batch, runner.weights, config.max_model_len)
-        logits = PrefillExecutor(runner).run(batch)
-        logits = DecodeExecutor(runner).run(decode_batch(config, cache).to(kernels))
-        draw_tokens(logits, config.max_num_seqs)
+        if model.config.language_head:
+            run_and_draw(runner, config, cache)
+        else:
+            pool_states(runner, config, cache)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -69,8 +68,26 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
             f"a step of token_budget={config.token_budget} tokens and max_num_seqs={config.max_num_seqs} sequences "
             f"does not fit on {kernels.device} beside the weights: pass smaller values, or a quantised model"
         ) from None
-    del logits, batch
     return int(memory.peak_bytes() * (1 + GRAPH_SHARE)) + (0 if runner.images is None else CACHE_BYTES)
+
+
+def run_and_draw(runner: ModelRunner, config: EngineConfig, cache: CacheConfig) -> None:
+    """A prefill of the whole budget, and a decode of all slots with its draws."""
+    batch = prefill_batch(config, cache).to(runner.kernels)
+    if runner.images is not None:
+        batch = runner.images.largest(batch, runner.weights, config.max_model_len)
+    logits = PrefillExecutor(runner).run(batch)
+    logits = DecodeExecutor(runner).run(decode_batch(config, cache).to(runner.kernels))
+    draw_tokens(logits, config.max_num_seqs)
+
+
+def pool_states(runner: ModelRunner, config: EngineConfig, cache: CacheConfig) -> None:
+    """The hidden states of the whole budget, their sums, and all of them on the host."""
+    kernels, own = runner.kernels, prefill_batch(config, cache, whole=runner.weights.config.bidirectional)
+    states = runner.states(own.to(kernels))
+    sums = kernels.sum_rows(states, np.array([0, own.num_tokens]))
+    for rows in (states, sums):
+        kernels.fetch(rows)()
 
 
 def padding_cache(model: ModelConfig, config: EngineConfig) -> CacheConfig:
@@ -78,14 +95,15 @@ def padding_cache(model: ModelConfig, config: EngineConfig) -> CacheConfig:
     return replace(config.cache, num_blocks=2, num_states=0 if model.recurrent is None else PADDING_STATE + 1)
 
 
-def prefill_batch(config: EngineConfig, cache: CacheConfig) -> HostBatch:
+def prefill_batch(config: EngineConfig, cache: CacheConfig, *, whole: bool = False) -> HostBatch:
     """A prefill of the whole token budget, in sequences as long as possible; logits for every slot.
 
-    A sequence of fewer tokens ends at the longest context: its attention reads a cached prefix.
+    A sequence of fewer tokens ends at the longest context: its attention reads a cached prefix. `whole`: of an encoder,
+    whose texts have none.
     """
     longest = config.max_model_len
-    whole, rest = divmod(config.token_budget, longest)
-    runs = [_padding(longest)] * whole + [_padding(rest, longest - rest)] * (rest > 0)
+    count, rest = divmod(config.token_budget, longest)
+    runs = [_padding(longest)] * count + [_padding(rest, 0 if whole else longest - rest)] * (rest > 0)
     num_tokens = sum(len(run.tokens) for run in runs)
     last = range(num_tokens - min(config.max_num_seqs, num_tokens), num_tokens)
     tables = _no_blocks(config, len(runs))

@@ -93,6 +93,7 @@ def plan_memory(
     memory: int | None = None,
     max_model_len: int,
     max_num_seqs: int = 16,
+    token_budget: int | None = None,
     free_bytes: int | None = None,
     total_bytes: int | None = None,  # of the machine: a larger cache is refused
     states: StatePlan | None = None,  # of the recurrent layers
@@ -105,7 +106,7 @@ def plan_memory(
         if memory is None:
             fixed = 0 if states is None else states.fixed_bytes
             budget = min(max(free - weight_bytes, 0) * SAFE_SHARE, MAX_DEFAULT_BYTES + fixed)
-            useful = max_num_seqs * (needed - 1) + 1  # blocks that can be in use at the same time
+            useful = _useful_blocks(config, needed, block_size, max_num_seqs, token_budget)
             num_blocks = min(_fitting_blocks(budget, per_block, block_size, states), 2 * useful)
         else:
             num_blocks = _fitting_blocks(memory, per_block, block_size, states)
@@ -136,6 +137,7 @@ def plan_gpu_memory(
     kv_dtype: KVDtype,
     max_model_len: int,
     max_num_seqs: int,
+    token_budget: int | None = None,
     states: StatePlan | None = None,  # of the recurrent layers
     draft: ModelConfig | None = None,  # its keys and values use a second storage with the same blocks
 ) -> MemoryPlan:
@@ -145,7 +147,7 @@ def plan_gpu_memory(
     per_block = sum(_bytes_per_block(c, block_size, kv_dtype) for c in (config, draft) if c is not None)
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
     fitting = _fitting_blocks(max(free_bytes - step_bytes, 0) * utilisation, per_block, block_size, states)
-    num_blocks = min(fitting, 2 * (max_num_seqs * (needed - 1) + 1))
+    num_blocks = min(fitting, 2 * _useful_blocks(config, needed, block_size, max_num_seqs, token_budget))
     plan = MemoryPlan(weight_bytes, block_size, per_block, num_blocks, free_bytes, step_bytes, states)
     if num_blocks < needed:
         raise ConfigError(
@@ -156,6 +158,16 @@ def plan_gpu_memory(
             f"end other processes on the GPU{_fewer_sequences(states)}"
         )
     return plan
+
+
+def _useful_blocks(
+    config: ModelConfig, needed: int, block_size: int, max_num_seqs: int, token_budget: int | None
+) -> int:
+    """Blocks that sequences of `needed` blocks can use at the same time: those of an encoder are free after a step."""
+    most = max_num_seqs * (needed - 1)
+    if config.bidirectional and token_budget is not None:
+        most = max(min(most, token_budget // block_size + max_num_seqs), needed - 1)
+    return most + 1
 
 
 def _fitting_blocks(budget: float, per_block: int, block_size: int, states: StatePlan | None) -> int:

@@ -20,8 +20,8 @@ import numpy as np
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.file_access import map_file
-from bifolio.model.gguf.file_tokenizer import TokenType
-from bifolio.model.gguf.tokenizer import Vocabulary, sentencepiece_tokenizer
+from bifolio.model.gguf.file_tokenizer import TokenType, Vocabulary
+from bifolio.model.gguf.tokenizer import sentencepiece_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
 from bifolio.model.tensor_names import GGUF_LLAMA

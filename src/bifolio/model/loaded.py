@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,10 +19,13 @@ from bifolio.model.vision.tower import Tower, Vision
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.mapped import mapping_of
 from bifolio.quant.tensor import QuantizedTensor
+from bifolio.text.chat_template import render_chat
 from bifolio.text.infill import InfillTokens, infill_tokens
+from bifolio.text.pairs import PairTemplate
 from bifolio.text.tokenizer import Tokenizer
 
 SAMPLED_BYTES = 4096  # of each matrix, for its digest
+PAIR_ROLES = {"query": "<query text>", "document": "<document text>"}  # of chat templates of rerankers
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,24 @@ class TextModel:
     def sampling_defaults(self) -> dict[str, Any]:
         """Values of `generation_config.json` for requests that set none: the model's own, else filtered ones."""
         return sampling_defaults(self.generation_config, self.config.num_parameters)
+
+    @cached_property
+    def pair_template(self) -> PairTemplate | None:
+        """The prompt in which a reranker reads a query and a document; None: it reads them as a pair of texts."""
+        pooling, template = self.pooling, self.chat_template
+        if pooling.pair_template is not None:
+            return PairTemplate(*pooling.pair_template)
+        if pooling.head is None or pooling.head.score is None or template is None:
+            return None
+        if not all(re.search(f"['\"]{role}['\"]", template) for role in PAIR_ROLES):
+            return None
+        roles = {"system": pooling.prompts.get(pooling.default_prompt or "", ""), **PAIR_ROLES}
+        messages = [{"role": role, "content": content} for role, content in roles.items() if content]
+        rendered = render_chat(template, messages, special_tokens=self.special_tokens)
+        found = PairTemplate.of_text(rendered, *PAIR_ROLES.values())
+        if found is None:
+            raise RequestError(f"the chat template of {self.path.name} does not render a query, and then a document")
+        return found
 
     @cached_property
     def infill(self) -> InfillTokens | None:

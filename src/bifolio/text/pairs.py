@@ -15,6 +15,24 @@ class EncodedText(NamedTuple):
     second_start: int = 0  # first token of the second text, where the model tells the two apart; 0: it does not
 
 
+class PairTemplate(NamedTuple):
+    """The text around a query and a document, of rerankers that read both as one prompt."""
+
+    before: str
+    between: str
+    after: str
+
+    @classmethod
+    def of_text(cls, text: str, query: str, document: str) -> PairTemplate | None:
+        """Cut a text at the places of the query and the document; None if it does not have both in this order."""
+        before, has_query, rest = text.partition(query)
+        between, has_document, after = rest.partition(document)
+        return cls(before, between, after) if has_query and has_document else None
+
+    def filled(self, query: str, document: str) -> str:
+        return self.before + query + self.between + document + self.after
+
+
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], most: int | None = None) -> list[EncodedText]:
     """Each text with its special tokens. `most`: longer ones are cut at their end, the special tokens stay."""
     found = tokenizer.encode_batch(texts)
@@ -36,6 +54,17 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], most: i
         types = encoding.type_ids
         found.append(EncodedText(encoding.ids, types.index(1) if 1 in types else 0))
     return found
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, template: PairTemplate, pairs: Sequence[tuple[str, str]], most: int | None = None
+) -> list[EncodedText]:
+    """Each pair as a prompt. `most`: of longer ones the document is cut at its end, the text after it stays."""
+    found = tokenizer.encode_batch([template.filled(*pair) for pair in pairs], add_special_tokens=False)
+    if most is None:
+        return [EncodedText(ids) for ids in found]
+    after = tokenizer.encode(template.after, add_special_tokens=False)[:most]
+    return [EncodedText(ids if len(ids) <= most else ids[: most - len(after)] + after) for ids in found]
 
 
 def _cut(tokenizer: Tokenizer, text: str, most: int) -> list[int]:

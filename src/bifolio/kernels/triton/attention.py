@@ -21,7 +21,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.torch_attention import attend_both_ways, attend_fresh, scale_by_position
+from bifolio.kernels.torch_attention import attend_both_ways, scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.long_attention import (
     LongQueries,
@@ -121,8 +121,6 @@ class Attention:
         out: torch.Tensor | None = None,  # output of our own kernels
     ) -> torch.Tensor:
         segment = staged.segment
-        if shape.bias is not None:
-            return attend_biased(heads, shape, segment, storage)
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         is_cached = storage is not None and segment.block_tables is not None
@@ -306,13 +304,3 @@ class Attention:
         if not isinstance(values, torch.Tensor):
             return upload(np.asarray(values, dtype=np.int32), self._device)
         return values.to(device=self._device, dtype=torch.int32)
-
-
-def attend_biased(
-    heads: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
-) -> torch.Tensor:
-    """Attention with a bias by distance, by torch: of whole texts, over their own keys and values."""
-    if not segment.fresh or segment.phase is AttentionPhase.DECODE:
-        raise PhaseError("attention with a bias by distance computes texts as a whole: there is no cached context")
-    tokens = slice(segment.token_start, segment.token_end)
-    return attend_fresh(Heads(*(part[tokens] for part in heads)), shape, segment)

@@ -92,7 +92,7 @@ def _prefill_kernel(
     context_lens: tl.tensor,
     table_rows: tl.tensor,
     sinks: tl.tensor,  # f32[heads]
-    slopes: tl.tensor,  # f32[heads]
+    biases: tl.tensor,  # f32[heads]: slopes; or f32[heads, COLUMNS]: `AttentionShape.bias`
     out: tl.tensor,  # [t, heads * dim]
     query_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -114,6 +114,7 @@ def _prefill_kernel(
     HAS_SLOPES: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode; 0: one piece
     BIDIRECTIONAL: tl.constexpr = False,
+    COLUMNS: tl.constexpr = 0,  # of a bias by distance; 0: none
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
@@ -152,7 +153,8 @@ def _prefill_kernel(
         whole = tl.where((end - 1) // -WINDOW > lowest // -WINDOW, begin, whole)  # or inside these queries
     slope = 0.0
     if HAS_SLOPES:
-        slope = tl.load(slopes + head) * 1.4426950408889634
+        slope = tl.load(biases + head) * 1.4426950408889634
+    own_biases = biases + head * COLUMNS
     if FIXED > 0:
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -161,17 +163,17 @@ def _prefill_kernel(
             last = tl.minimum(piece + FIXED, end)
             weight, part_total, values_mixed = _mix_tokens(
                 q, keys, values, table, piece, tl.minimum(tl.maximum(whole, piece), last), last, end, start_query,
-                position, slope, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
-                DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP, BIDIRECTIONAL, HAS_SLOPES,
+                position, slope, own_biases, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS,
+                DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP, BIDIRECTIONAL, HAS_SLOPES, COLUMNS,
             )  # fmt: skip
             weight = tl.where(part_total > 0, weight + tl.log2(part_total), -float("inf"))
             values_mixed = values_mixed / tl.where(part_total > 0, part_total, 1.0)[:, None]
             highest, total, mixed = join_part(weight, values_mixed, highest, total, mixed)
     else:
         highest, total, mixed = _mix_tokens(
-            q, keys, values, table, begin, whole, end, end, start_query, position, slope, kv_head, dim, key_stride,
-            value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP,
-            BIDIRECTIONAL, HAS_SLOPES,
+            q, keys, values, table, begin, whole, end, end, start_query, position, slope, own_biases, kv_head, dim,
+            key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH,
+            PRECISION, CAP, BIDIRECTIONAL, HAS_SLOPES, COLUMNS,
         )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
@@ -193,6 +195,7 @@ def _mix_tokens(
     start_query: tl.tensor,  # first fresh token of the sequence
     position: tl.tensor,  # i32[rows]
     slope: tl.tensor,  # of the head, if HAS_SLOPES
+    biases: tl.tensor,  # f32[COLUMNS] of the head
     kv_head: tl.tensor,
     dim: tl.tensor,
     key_stride: tl.tensor,
@@ -210,6 +213,7 @@ def _mix_tokens(
     CAP: tl.constexpr,
     BIDIRECTIONAL: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> tl.tensor:
     """The online softmax over the tokens from `begin` to `last`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -227,11 +231,9 @@ def _mix_tokens(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
-        bias = 0.0
-        if HAS_SLOPES:
-            bias = slope * ((start + tl.arange(0, TILE))[None, :] - position[:, None])
+        bias = _bias(slope, biases, position, start + tl.arange(0, TILE), HAS_SLOPES, COLUMNS)
         highest, total, mixed = mix_tile(
-            q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP, bias, HAS_SLOPES
+            q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP, bias, HAS_SLOPES or COLUMNS > 0
         )
     for start in tl.range(whole, last, TILE):
         other = start + tl.arange(0, TILE)
@@ -254,13 +256,30 @@ def _mix_tokens(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
-        bias = 0.0
-        if HAS_SLOPES:
-            bias = slope * (other[None, :] - position[:, None])
+        bias = _bias(slope, biases, position, other, HAS_SLOPES, COLUMNS)
         highest, total, mixed = mix_tile(
-            q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP, bias, HAS_SLOPES
+            q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP, bias, HAS_SLOPES or COLUMNS > 0
         )
     return highest, total, mixed
+
+
+@triton.jit
+def _bias(
+    slope: tl.tensor,
+    biases: tl.tensor,  # f32[COLUMNS]
+    position: tl.tensor,  # i32[rows]
+    other: tl.tensor,  # i32[tile]
+    HAS_SLOPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """f32[rows, tile]: added to scores, times log2(e); 0 without a bias."""
+    bias = 0.0
+    if HAS_SLOPES:
+        bias = slope * (other[None, :] - position[:, None])
+    if COLUMNS > 0:
+        column = tl.maximum(other[None, :] - position[:, None] + COLUMNS // 2, 0)
+        bias = tl.load(biases + tl.minimum(column, COLUMNS - 1)) * 1.4426950408889634
+    return bias
 
 
 @triton.jit
@@ -337,7 +356,7 @@ def prefill_attention(
         tiles.context_lens,
         tiles.table_rows,
         query if shape.sinks is None else shape.sinks,
-        query if shape.slopes is None else shape.slopes,
+        next((biases for biases in (shape.slopes, shape.bias) if biases is not None), query),
         out,
         query.stride(0),
         keys.stride(0) if fresh else 0,
@@ -359,6 +378,7 @@ def prefill_attention(
         HAS_SLOPES=shape.slopes is not None,
         FIXED=FIXED_PIECE if fixed else 0,
         BIDIRECTIONAL=shape.bidirectional,
+        COLUMNS=0 if shape.bias is None else shape.bias.shape[1],
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
     )

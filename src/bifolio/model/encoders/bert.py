@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bifolio.model.encoders.joined_rows import JoinedRows
 from bifolio.model.encoders.shared import BERT, SIZES, TOKEN_TYPES
 from bifolio.model.families.family import Family, HeadLayer
 from bifolio.model.tensor_names import GGUF_LLAMA, TensorNames
@@ -33,11 +34,14 @@ GGUF_NAMES = replace(
     up=("ffn_up",),
 )
 
+JINA = "jina-bert-v2"  # whose folders have the same `model_type`
+
 FAMILY = Family(
     name="bert",
     network=BERT,
     fields=(*SIZES, TOKEN_TYPES),
     hf_types=("bert",),
+    hf_variant=lambda raw: JINA if raw.get("position_embedding_type") == "alibi" else "bert",
     hf_class="BertModel",
     hf_defaults={"hidden_act": "gelu", "type_vocab_size": 2},
     hf_needed={"position_embedding_type": "absolute"},
@@ -50,4 +54,5 @@ FAMILY = Family(
     gguf_architectures=("bert",),
     gguf_implied={"activation": "gelu"},
     gguf_names=GGUF_NAMES,
+    gguf_source=JoinedRows,
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from bifolio.config import RopeConfig
 from bifolio.model.decoder_fields import activation
-from bifolio.model.description import Reading
+from bifolio.model.description import Reading, Writing
 from bifolio.model.encoders.shared import ENCODER, SIZES
 from bifolio.model.families.family import Family, HeadLayer
 from bifolio.model.fields import Field, Form, Key
-from bifolio.model.tensor_names import TensorNames
+from bifolio.model.gguf.rope_fields import local_rope, read_rope, rope_entries
+from bifolio.model.tensor_names import GGUF_LLAMA, TensorNames
 
+PERIOD = 3  # one layer of so many has no window
 FULL, LOCAL = "full_attention", "sliding_attention"
 NETWORK: dict[str, Any] = {
     **ENCODER, "embedding_norm": True, "norm_bias": False, "gated_mlp": True, "qkv_bias": False, "output_bias": False,
@@ -22,7 +27,7 @@ NETWORK: dict[str, Any] = {
 def _kinds(values: Reading) -> list[str]:
     """The kind of each layer."""
     stored = values.json.texts("layer_types")
-    period = values.json.count("global_attn_every_n_layers", 3)
+    period = values.json.count("global_attn_every_n_layers", PERIOD)
     kinds = list(stored) or [FULL if layer % period == 0 else LOCAL for layer in values.layers]
     if len(kinds) != len(values.layers) or not set(kinds) <= {FULL, LOCAL}:
         raise values.json.wrong("layer_types", f"{FULL} or {LOCAL} of each layer")
@@ -43,6 +48,34 @@ def _windows(values: Reading) -> tuple[int | None, ...]:
     return tuple(None if kind == FULL else reach for kind in _kinds(values))
 
 
+def _rope_of_layers(values: Reading) -> tuple[int, ...]:
+    return tuple(int(window is not None) for window in values["layers.window"])
+
+
+def _gguf_windows(values: Reading) -> tuple[int | None, ...]:
+    """The first layer of each period has no window, unless the file lists the layers that have one."""
+    header, key = values.header, ".attention.sliding_window_pattern"
+    reach, pattern = header.count(".attention.sliding_window", 128) // 2 + 1, header.array(key)
+    if pattern is None:
+        period = header.count(key, PERIOD, least=1)
+        return tuple(None if layer % period == 0 else reach for layer in values.layers)
+    if len(pattern) != len(values.layers):
+        raise header.wrong(key, f"a list for {len(values.layers)} layers, not for {len(pattern)},")
+    return tuple(reach if is_local else None for is_local in pattern.tolist())
+
+
+def _gguf_window_entries(values: Writing) -> dict[str, Any]:
+    windows = values["layers.window"]
+    reach = max((window for window in windows if window is not None), default=1)
+    pattern = np.array([window is not None for window in windows])
+    return {"attention.sliding_window": 2 * (reach - 1), "attention.sliding_window_pattern": pattern}
+
+
+def _gguf_ropes(values: Reading) -> tuple[RopeConfig, ...]:
+    rope = read_rope(values)
+    return rope, local_rope(values, rope.rotary_dim)
+
+
 FAMILY = Family(
     name="modernbert",
     network=NETWORK,
@@ -50,9 +83,9 @@ FAMILY = Family(
         *SIZES,
         Field("norm_eps", hf=Key("norm_eps", default=1e-5)),
         Field("activation", hf=activation("hidden_activation")),
-        Field("ropes", hf=Form(_ropes)),
-        Field("layers.window", hf=Form(_windows)),
-        Field("layers.rope", hf=Form(lambda v: tuple(int(kind == LOCAL) for kind in _kinds(v)))),
+        Field("ropes", hf=Form(_ropes), gguf=Form(_gguf_ropes, rope_entries)),
+        Field("layers.window", hf=Form(_windows), gguf=Form(_gguf_windows, _gguf_window_entries)),
+        Field("layers.rope", hf=Form(_rope_of_layers), gguf=Form(_rope_of_layers)),
     ),
     hf_types=("modernbert",),
     hf_class="ModernBertModel",
@@ -76,4 +109,7 @@ FAMILY = Family(
         head="",
     ),
     hf_head=(HeadLayer("head.dense", "gelu", "head.norm", bias=False), HeadLayer("classifier")),
+    gguf_architectures=("modern-bert",),
+    gguf_implied={"activation": "gelu"},
+    gguf_names=replace(GGUF_LLAMA, embedding_norm="token_embd_norm", qkv=("attn_qkv",), up=("ffn_up",)),
 )

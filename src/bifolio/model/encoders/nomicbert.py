@@ -14,6 +14,7 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.model.decoder_fields import activation
 from bifolio.model.description import Reading
 from bifolio.model.encoders.bert import GGUF_NAMES
+from bifolio.model.encoders.joined_rows import JoinedRows
 from bifolio.model.encoders.shared import ENCODER, POST_NORMS, SIZES, TOKEN_TYPES
 from bifolio.model.families.family import Family, HeadLayer
 from bifolio.model.fields import Field, Form, Key
@@ -51,7 +52,9 @@ OTHER_NAMES = {
     "mlp.up_proj": "mlp.fc11",
     "mlp.down_proj": "mlp.fc2",
 }
-GATED = {"swiglu": "silu", "geglu": "gelu"}
+ACTIVATION = Form(
+    activation("activation_function", "hidden_act", swiglu="silu", geglu="gelu").read, activation("hidden_act").write
+)
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -126,4 +129,5 @@ FAMILY = Family(
     gguf_architectures=("nomic-bert",),
     gguf_implied={"activation": "silu"},
     gguf_names=replace(GGUF_NAMES, positions="", up=("ffn_gate", "ffn_up")),
+    gguf_source=JoinedRows,
 )  # fmt: skip

@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from typing import Any
 
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError, UnsupportedModelError
 from bifolio.model.families.family import Family
 
-__all__ = ["Family", "all_families", "family_named", "family_of", "family_of_gguf", "family_of_hf"]
+__all__ = ["Family", "all_families", "family_named", "family_of", "family_of_folder", "family_of_gguf", "family_of_hf"]
 
 
 @cache
@@ -47,6 +48,12 @@ def family_of(config: ModelConfig) -> Family:
     if family is None:
         raise _unsupported(config.architecture, (known.name for known in _known()))
     return family
+
+
+def family_of_folder(raw: Mapping[str, Any]) -> Family:
+    """The family of a config.json."""
+    family = family_of_hf(raw.get("model_type"))
+    return family if family.hf_variant is None else family_of_hf(family.hf_variant(raw))
 
 
 def family_of_hf(model_type: object) -> Family:

@@ -82,6 +82,7 @@ class Family:
 
     # -- Hugging Face folders
     hf_types: tuple[str, ...]  # `model_type` in config.json; the first one is written
+    hf_variant: Callable[[Mapping[str, Any]], str] | None = None  # the type that config.json means by one of them
     hf_class: str  # class of transformers, named in config.json
     hf_defaults: Mapping[str, Any] = nothing()  # of fields that config.json leaves out, as in the class of transformers
     hf_type_defaults: Mapping[str, Mapping[str, Any]] = nothing()  # the same of single `hf_types`

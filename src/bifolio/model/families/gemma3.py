@@ -1,7 +1,7 @@
-"""Gemma 3 and EmbeddingGemma: norms before and after attention and MLP, scaled embeddings.
+"""Gemma 3 and EmbeddingGemma: norms before and after attention and MLP, scaled embeddings, layers with a window.
 
-One layer in six has no window; layers with a window have a separate rope base without scaling. EmbeddingGemma sees
-tokens in both directions and generates no text.
+Of six layers five have a window; these have a separate rope base without scaling. EmbeddingGemma sees tokens in both
+directions and generates no text.
 """
 
 from __future__ import annotations

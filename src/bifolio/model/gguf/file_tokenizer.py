@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,21 @@ class TokenType(IntEnum):
 
 
 SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a file by id, all distinct."""
+
+    tokens: list[str]
+    types: np.ndarray  # i32[tokens]  TokenType
+    scores: np.ndarray  # f32[tokens]
+
+    def ids(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(self.tokens)}
+
+    def of_type(self, *types: TokenType) -> list[str]:
+        return [self.tokens[index] for index in np.flatnonzero(np.isin(self.types, types))]
 
 
 class FileTokenizer(Tokenizer):

@@ -12,6 +12,7 @@ from bifolio.model.description import read_network
 from bifolio.model.families import Family, family_of, family_of_gguf
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.header import Header
+from bifolio.model.gguf.pooling import read_pooling
 from bifolio.model.gguf.projector import is_projector, projector_beside, with_projector
 from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.gguf.sampling import generation_config_from
@@ -45,6 +46,7 @@ def model_of_gguf(file: GgufFile) -> ModelFile:
     config = config_from_gguf(file)
     metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")
+    pooling, head = read_pooling(Header(file), config)
     text = TextModel(
         path=file.path,
         config=config,
@@ -52,9 +54,13 @@ def model_of_gguf(file: GgufFile) -> ModelFile:
         generation_config=generation_config_from(file.metadata),
         chat_template=template if isinstance(template, str) else None,
         special_tokens=special_tokens(metadata, config.vocab_size),
+        pooling=pooling,
     )
     family = family_of(config)
-    return ModelFile(text, family.gguf_names, family.gguf_source(GgufTensors(file), config))
+    source = family.gguf_source(GgufTensors(file), config)
+    if pooling.head is None or head is None:
+        return ModelFile(text, family.gguf_names, source)
+    return ModelFile(text, family.gguf_names, source, pooler=partial(head.weights, config, len(pooling.head.labels)))
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:

@@ -70,6 +70,12 @@ SPACED_BPE = "gemma4"  # kind of tokenizer: listed merges over texts whose space
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _PLAIN_GPT2,
     "phi-2": _PLAIN_GPT2,
+    "roberta-bpe": _PLAIN_GPT2,
+    "modern-bert": _PLAIN_GPT2,
+    "jina-v1-en": _PLAIN_GPT2,
+    "jina-v2-code": _PLAIN_GPT2,
+    "jina-v2-es": _PLAIN_GPT2,
+    "jina-v2-de": _PLAIN_GPT2,
     "mpt": _PLAIN_GPT2,
     "olmo": _PLAIN_GPT2,
     "exaone4": _PLAIN_GPT2,

@@ -5,13 +5,13 @@ first use, and for vocabularies that the native code does not take: repeated tok
 
 Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
 SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
+Encoders have WordPiece vocabularies as well ("bert", `word_pieces`), which the library alone reads.
 Files of Gemma 4 list the merges of a SentencePiece vocabulary (`SPACED_BPE`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ import numpy as np
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.cpu import join_pairs, new_codec
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.file_tokenizer import FileTokenizer, TokenType
+from bifolio.model.gguf.file_tokenizer import FileTokenizer, TokenType, Vocabulary
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS, SPACED_BPE
 from bifolio.model.gguf.reader import GgufFile, StringArray
+from bifolio.model.gguf.word_pieces import around_texts, is_encoder, pair_processor, with_pieces, word_pieces
 from bifolio.text.tokenizer import Tokenizer
 
 SPACE = "▁"  # SentencePiece's symbol for a space
@@ -33,21 +34,6 @@ SPECIAL_NAMES = {
 }  # fmt: skip
 OLD_NAMES = {"prefix": "prefix", "suffix": "suffix", "middle": "middle"}  # of files that do not use the names above
 TOKENIZER_JSON = "tokenizer.huggingface.json"  # a complete tokenizer.json, if the other entries cannot describe it
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokens of a file by id, all distinct."""
-
-    tokens: list[str]
-    types: np.ndarray  # i32[tokens]  TokenType
-    scores: np.ndarray  # f32[tokens]
-
-    def ids(self) -> dict[str, int]:
-        return {token: index for index, token in enumerate(self.tokens)}
-
-    def of_type(self, *types: TokenType) -> list[str]:
-        return [self.tokens[index] for index in np.flatnonzero(np.isin(self.types, types))]
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
@@ -117,11 +103,14 @@ def _build(metadata: Metadata) -> Any:
 
     if metadata.has(TOKENIZER_JSON):
         return tokenizers.Tokenizer.from_str(metadata.text(TOKENIZER_JSON))
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram, SPACED_BPE: _spaced_bpe}
+    builders = {
+        "gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram, "bert": word_pieces, SPACED_BPE: _spaced_bpe
+    }  # fmt: skip
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in builders:
         raise UnsupportedModelError(f"the tokenizer {kind!r} is not supported; supported: {', '.join(builders)}")
     vocabulary = read_vocabulary(metadata)
+    vocabulary = with_pieces(vocabulary) if kind == "bert" else vocabulary
     tokenizer = builders[kind](metadata, vocabulary)
     _add_special(tokenizer, vocabulary)
     _add_start_and_end(tokenizer, metadata, vocabulary, kind)
@@ -318,7 +307,9 @@ def _add_start_and_end(tokenizer: Any, metadata: Metadata, vocabulary: Vocabular
     from tokenizers import processors
 
     before, after = _start_and_end(metadata, kind, len(vocabulary.tokens))
-    if before or after:
+    if is_encoder(metadata):
+        tokenizer.post_processor = pair_processor(vocabulary, before, after)
+    elif before or after:
         used = [(vocabulary.tokens[token], token) for token in (*before, *after)]
         parts = [*(vocabulary.tokens[token] for token in before), "$A", *(vocabulary.tokens[token] for token in after)]
         tokenizer.post_processor = template_processor(processors, parts, used)
@@ -326,6 +317,8 @@ def _add_start_and_end(tokenizer: Any, metadata: Metadata, vocabulary: Vocabular
 
 def _start_and_end(metadata: Metadata, kind: str, count: int) -> tuple[list[int], list[int]]:
     """The tokens that the file wants before and after every text."""
+    if is_encoder(metadata):
+        return around_texts(metadata, count)
     pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
     defaults = {
         "bos": kind in ("llama", SPACED_BPE) or (kind == "gpt2" and pre is not None and pre.add_bos),

@@ -9,7 +9,7 @@ from typing import Any
 from bifolio.config import MODEL_LIMITS, ModelConfig
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 from bifolio.model.description import read_network, write_network
-from bifolio.model.families import Family, family_of, family_of_hf
+from bifolio.model.families import Family, family_of, family_of_folder
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.plain_values import is_number, shown
 
@@ -22,7 +22,7 @@ LAYER_COUNTS = (
 
 def config_from_hf(raw: Raw, path: Path | str = "config.json") -> ModelConfig:
     """Read the fields; a missing field or one of the wrong type or value raises a named error."""
-    family = family_of_hf(raw.get("model_type"))
+    family = family_of_folder(raw)
     _check_layer_counts(raw, path)
     if family.hf_text_part:
         raw = _text_part(raw)

@@ -39,16 +39,16 @@ def open_folder(folder: Path) -> ModelFile:
     """Read the JSON files, check the headers of the weights and map them."""
     raw = read_json(folder / "config.json")
     _map_of(JsonObject(raw, folder / "config.json"))  # weights of an unknown kind are refused first
-    config = config_from_hf(raw, folder / "config.json")
     tensors = folder_tensors(folder, raw)
-    config = without_language_head(config, raw)
-    pooling = read_pooling(folder, raw, config)
+    config = without_language_head(config_from_hf(raw, folder / "config.json"), raw, folder, tensors.__contains__)
+    tokenizer = _tokenizer_source(folder)
+    pooling = read_pooling(folder, raw, config, tokenizer)
     towers = TowerTensors(tensors)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
         path=folder,
         config=with_generation_ids(config, generation, folder / "generation_config.json"),
-        tokenizer_source=_tokenizer_source(folder),
+        tokenizer_source=tokenizer,
         generation_config=generation,
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),

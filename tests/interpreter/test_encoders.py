@@ -1,0 +1,42 @@
+"""Encoders on the Triton kernels, in the interpreter: windows in both directions, and biases by distance."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "encoders"))
+
+from encoder_models import encoder_model
+
+from bifolio import LLM
+from bifolio.kernels.triton import TritonKernels
+
+TEXTS = [[2, 7, 9, 3], [2, *range(5, 24), 3], [8]]
+
+
+def vectors(name: str, kernels: Any, texts: list[list[int]], **options: Any) -> list[np.ndarray]:
+    with LLM(
+        encoder_model(name)[1], kernels=kernels, max_model_len=32, max_num_seqs=4, num_blocks=32, **options
+    ) as llm:
+        return [result.outputs.data for result in llm.embed(texts, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", ["mpnet", "modernbert"])
+def test_vectors_are_those_of_the_reference(name: str) -> None:
+    expected = vectors(name, "reference", TEXTS)
+    np.testing.assert_allclose(vectors(name, TritonKernels("cpu", "f32"), TEXTS), expected, atol=1e-5)
+
+
+def test_deterministic_vectors_have_the_same_bits_alone() -> None:
+    options = {"deterministic": True, "dtype": "f16"}
+    together, alone = (
+        vectors("mpnet", TritonKernels("cpu", "f16", deterministic=True), texts, **options)
+        for texts in (TEXTS, TEXTS[:1])
+    )
+    assert together[0].tobytes() == alone[0].tobytes()
