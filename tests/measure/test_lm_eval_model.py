@@ -36,7 +36,8 @@ STORIES = (
 )
 CHOICES = (
     ("Ben likes to eat", (" trains", " apples", " because"), 1), ("The fish swims in the", (" water", " bed"), 0),
-    ("At night we look at the", (" breakfast", " moon", " jumped"), 1), ("He was so hungry that he", (" ate", " blue"), 0),
+    ("At night we look at the", (" breakfast", " moon", " jumped"), 1),
+    ("He was so hungry that he", (" ate", " blue"), 0),
 )  # fmt: skip
 SOURCE = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
 TASKS = {

@@ -98,8 +98,6 @@ def _ropes(values: Reading) -> tuple[RopeConfig, ...]:
     return (RopeConfig(theta, values["head_dim"]),)
 
 
-ACTIVATION = Form(activation("activation_function", "hidden_act", **GATED).read, activation("hidden_act").write)
-
 FAMILY = Family(
     name="nomicbert",
     network=NETWORK,
