@@ -47,7 +47,6 @@ def exact_kernels(differentiable: KernelSet, native: KernelSet) -> KernelSet:
         )
     theirs = operations_of(native)
     theirs["embed"] = partial(_embed, native)
-    theirs["mix_experts"] = partial(_mix_experts, native)
     return hooked(
         differentiable, lambda name, work, *arguments, **options: _both(work, theirs[name], arguments, options)
     )
@@ -65,13 +64,10 @@ def _embed(native: KernelSet, table: np.ndarray, ids: np.ndarray, *arguments: An
     return native.embed(native.prepare_embedding(table), ids, *arguments, **options)
 
 
-def _mix_experts(native: KernelSet, x: np.ndarray, routing: Routing, experts: Experts, *arguments: Any) -> Any:
-    """The experts of torch are prepared for torch: the native set takes their matrices."""
-    return native.mix_experts(x, routing, replace(experts, prepared=None), *arguments)
-
-
 def _on_host(value: Any, copied: bool = False) -> Any:
-    """A value with numpy arrays in place of tensors, at any depth."""
+    """A value with numpy arrays in place of tensors, at any depth; experts are not prepared for another kernel set."""
+    if isinstance(value, Experts):
+        value = replace(value, prepared=None)
     if isinstance(value, torch.Tensor):
         array = value.detach().numpy()
         return np.array(array, order="C") if copied else array
