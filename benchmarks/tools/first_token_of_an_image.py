@@ -6,9 +6,9 @@
 Both programs read the same two GGUF files with random weights in the shape of SmolVLM-256M: a text model in `--format`
 and its tower in F16. Each round shows both a new image of `--size` pixels, in another order from round to round. The
 time is that of a whole request for one token, image decoding included: of bifolio in this process, of llama.cpp's
-server over HTTP on this machine. As in the released processor, images are resized
-to `--edge 2048` and cut into 17 tiles of 64 rows each; with 512 bifolio reads one tile, as transformers does, and llama.cpp two. Compare times where the tokens of
-the prompts, which are printed, are about equal.
+server over HTTP on this machine. As in the released processor, images are resized to `--edge 2048` and cut into 17
+tiles of 64 rows each; with 512 bifolio reads one tile, as transformers does, and llama.cpp two. Compare times where the
+tokens of the prompts, which are printed, are about equal.
 """
 
 from __future__ import annotations
