@@ -221,7 +221,8 @@ def test_a_model_says_that_it_reads_images(seeing: RunningServer, server: Runnin
     for running, reads in ((seeing, True), (server, False)):
         with running.http() as client:
             assert ("vision" in client.post("/api/show", json={"model": "tiny"}).json()["capabilities"]) is reads
-            assert client.get("/props").json()["modalities"]["vision"] is reads
+            props = client.get("/props").json()
+            assert (props["modalities"]["vision"], props["media_marker"]) == (reads, "<__media__>")
             assert client.get("/v1/models").json()["data"][0]["reads_images"] is reads
 
 

@@ -16,7 +16,7 @@ from bifolio.serve.http.errors import bad_request
 from bifolio.serve.http.events import Event, encode_json_event
 from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
 from bifolio.serve.http.generation import Answer, Job, Run, Whole
-from bifolio.serve.http.images import media_prompt
+from bifolio.serve.http.images import MEDIA, media_prompt
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.sampling import request_defaults
 from bifolio.serve.protocols import openai_types as p
@@ -234,6 +234,7 @@ async def props(context: ServerContext, scope: Scope, receive: Receive, send: Se
             "bos_token": special.get("bos_token", ""),
             "eos_token": special.get("eos_token", ""),
             "modalities": {"vision": context.model.vision is not None, "audio": False},
+            "media_marker": MEDIA,
             "build_info": f"bifolio {__version__}",
         },
     )
