@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
     whole: str
     place: int
-    count: int  # of the parts
+    parts: int  # of the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class JoinedRows:
         if part is None:
             return self.source.view(name, shape)
         rows = np.arange(part.place * shape[0], (part.place + 1) * shape[0])
-        return self.source.view(part.whole, (part.count * shape[0], *shape[1:])).select_rows(rows)
+        return self.source.view(part.whole, (part.parts * shape[0], *shape[1:])).select_rows(rows)
 
     def _part(self, name: str) -> Part | None:
         """The tensor that this one is a part of; None: it is stored by itself."""
