@@ -195,3 +195,49 @@ def test_the_server_ranks_by_the_prompt(tmp_path: Path) -> None:
     order = sorted(range(len(TEXTS)), key=lambda index: -scores[index])
     assert [each["index"] for each in answer["results"]] == order
     assert [each["relevance_score"] for each in answer["results"]] == [scores[index] for index in order]
+
+
+def decoder_file(path: Path, model: Any, pooling: int, rows: np.ndarray | None = None) -> Path:
+    """A GGUF file of the decoder with a pooling type, and the rows of a head; our writer makes all but these."""
+    import gguf
+
+    from bifolio.model.gguf.mixes import parse_mix
+    from bifolio.model.gguf.writer import write_gguf
+    from bifolio.model.loader import load_model
+
+    _, folder = decoder("Qwen3ForCausalLM", tied=True)
+    plain = path.with_suffix(".plain.gguf")
+    write_gguf(plain, load_model(folder), parse_mix("f32"))
+    reader, writer = gguf.GGUFReader(plain), gguf.GGUFWriter(path, "qwen3")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind, inner = field.types[0], field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), kind, inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.add_uint32("qwen3.pooling_type", pooling)
+    if rows is not None:
+        writer.add_tensor("cls.output.weight", rows)
+        writer.add_array("qwen3.classifier.output_labels", ["yes", "no"])
+        writer.add_string("tokenizer.chat_template.rerank", "Q: {query} D: {document} A:")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_files_of_decoders_that_pool(tmp_path: Path) -> None:
+    """The last token of an embedding model; the two answers of a reranker, whose prompt is in the file."""
+    model, _ = decoder("Qwen3ForCausalLM", tied=True)
+    with LLM(decoder_file(tmp_path / "e.gguf", model, 3)) as llm:
+        (found,) = llm.embed(TEXTS[2])
+        expected = pool(last_states(model.model, found.prompt_token_ids), "lasttoken")
+    assert np.abs(found.outputs.data - expected).max() < 1e-5
+    rows = model.lm_head.weight.detach().numpy()[[70, 90]]
+    with LLM(decoder_file(tmp_path / "r.gguf", model, 4, rows)) as llm:
+        scored = llm.score(QUERY, TEXTS)
+    for text, each in zip(TEXTS, scored, strict=True):
+        assert each.prompt_token_ids == token_ids(f"Q: {QUERY} D: {text} A:")
+        logits = last_logits(model, each.prompt_token_ids)
+        assert abs(each.outputs.score - 1 / (1 + np.exp(logits[90] - logits[70]))) < 1e-5
