@@ -47,7 +47,6 @@ def exact_kernels(differentiable: KernelSet, native: KernelSet) -> KernelSet:
         )
     theirs = operations_of(native)
     theirs["embed"] = partial(_embed, native)
-    theirs["mix_experts"] = partial(_mix_experts, native)
     return hooked(
         differentiable, lambda name, work, *arguments, **options: _both(work, theirs[name], arguments, options)
     )
@@ -65,11 +64,6 @@ def _embed(native: KernelSet, table: np.ndarray, ids: np.ndarray, *arguments: An
     return native.embed(native.prepare_embedding(table), ids, *arguments, **options)
 
 
-def _mix_experts(native: KernelSet, x: np.ndarray, routing: Routing, experts: Experts, *arguments: Any) -> Any:
-    """The experts of torch are prepared for torch: the native set takes their matrices."""
-    return native.mix_experts(x, routing, replace(experts, prepared=None), *arguments)
-
-
 def _on_host(value: Any, copied: bool = False) -> Any:
     """A value with numpy arrays in place of tensors, at any depth."""
     if isinstance(value, torch.Tensor):
@@ -81,6 +75,8 @@ def _on_host(value: Any, copied: bool = False) -> Any:
     if isinstance(value, list):
         return [_on_host(part, copied) for part in value]
     if is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Experts):  # prepared for torch: the native set packs the matrices itself
+            value = replace(value, prepared=None)
         parts_by_name = {one.name: _on_host(getattr(value, one.name), copied) for one in fields(value) if one.init}
         return replace(value, **parts_by_name)
     return value
