@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from bifolio.model.registry import DEFAULT_MODEL, find_model
 from bifolio.quant.formats import QuantFormat
 from helpers import cpu_kernel_names
 
-pytest.importorskip("lm_eval")
-pytest.importorskip("datasets")
+MISSING = [name for name in ("lm_eval", "datasets") if find_spec(name) is None]
 pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"packages are not installed: {MISSING}"),
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(find_model(DEFAULT_MODEL) is None, reason="there is no embedded model in this tree"),
@@ -36,8 +37,7 @@ STORIES = (
 )
 CHOICES = (
     ("Ben likes to eat", (" trains", " apples", " because"), 1), ("The fish swims in the", (" water", " bed"), 0),
-    ("At night we look at the", (" breakfast", " moon", " jumped"), 1),
-    ("He was so hungry that he", (" ate", " blue"), 0),
+    ("At night we look at the", (" breakfast", " moon", " jumped"), 1), ("He was so hungry he", (" ate", " blue"), 0),
 )  # fmt: skip
 SOURCE = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
 TASKS = {

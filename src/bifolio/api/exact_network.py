@@ -77,6 +77,8 @@ def _on_host(value: Any, copied: bool = False) -> Any:
     if isinstance(value, list):
         return [_on_host(part, copied) for part in value]
     if is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Experts):  # prepared for torch: the native set packs the matrices itself
+            value = replace(value, prepared=None)
         parts_by_name = {one.name: _on_host(getattr(value, one.name), copied) for one in fields(value) if one.init}
         return replace(value, **parts_by_name)
     return value
