@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bifolio.cli import commands, gguf, output_files
+from bifolio.cli import commands, gguf
 from bifolio.cli.main import build_app
 from bifolio.cli.option_values import NO_VARIABLE, OF_TESTS, VARIABLES
 from bifolio.cli.options import Adapters, BatchEngine
@@ -80,7 +80,7 @@ def fields_read(group: Any, function: Any) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def other_value(kind: Any, written: commands.Parameter, default: Any) -> str:
+def other_value(kind: Any, written: commands.Parameter, default: Any, folder: Path) -> str:
     """A text that the option reads as a value other than the default."""
     kind = commands._without_none(kind)
     inner = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
@@ -92,9 +92,7 @@ def other_value(kind: Any, written: commands.Parameter, default: Any) -> str:
         return str(min(number, written.max) if written.max is not None else number)
     if written.read is gguf.assignment:
         return "key=probe"
-    if written.read is output_files.output_folder:
-        return "/tmp/probe-of-a-folder"
-    return "/tmp/probe-of-an-option.png" if written.read is not None or inner is Path else "probe"
+    return str(folder / f"{len(list(folder.iterdir()))}.png") if written.read is not None or inner is Path else "probe"
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -128,7 +126,7 @@ def test_every_option_comes_from_the_environment_and_the_file(
             continue
         names = notes.names or ("--" + parameter.name.replace("_", "-"),)
         key = max(names, key=len).lstrip("-").replace("-", "_")
-        text = other_value(kind, notes, parameter.default)
+        text = other_value(kind, notes, parameter.default, tmp_path)
         config.write_text(f"{key} = {json.dumps(text)}\n")
         stand_in.run(f"bifolio {name}", words)
         assert given[parameter.name] != plain[parameter.name], f"{key} in config.toml has no effect on `bifolio {name}`"
@@ -159,7 +157,7 @@ def test_every_option_of_the_server_changes_its_settings(tmp_path: Path) -> None
         inner = commands._without_none(kind)
         several = typing.get_origin(inner) is list
         item = typing.get_args(inner)[0] if several else inner
-        text = other_value(kind, notes, parameter.default)
+        text = other_value(kind, notes, parameter.default, tmp_path)
         value: Any = secret if item is Path else True if item is bool else item(text)
         if parameter.name not in ELSEWHERE and not decides(parameter.name, [value] if several else value):
             silent.append(parameter.name)
