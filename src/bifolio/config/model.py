@@ -123,6 +123,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     embedding_norm: bool = False  # of the embeddings; in encoders with `pre_norms` in place of the first layer's own
     learned_positions: bool = False
+    sub_norms: bool = False  # norms on the inputs of the last projections of attention and MLP (BitNet)
     alibi: float = 0.0  # scores fall with the distance; the slopes of heads go down to 2 ** -alibi; 0: off
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)

@@ -61,6 +61,8 @@ class TensorNames:
     key_norm: str = ""
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
+    attention_sub_norm: str = ""
+    mlp_sub_norm: str = ""
     transposed: bool = False  # matrices of layers are stored as [in, out]
     router: str = ""
     selection_bias: str = ""  # with its suffix
@@ -100,6 +102,8 @@ HF_LLAMA = TensorNames(
     head="lm_head",
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
+    attention_sub_norm="self_attn.attn_sub_norm",
+    mlp_sub_norm="mlp.ffn_sub_norm",
     router="mlp.gate",
     selection_bias="mlp.gate.e_score_correction_bias",
     expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
@@ -125,6 +129,8 @@ GGUF_LLAMA = TensorNames(
     key_norm="attn_k_norm",
     post_attention_norm="post_attention_norm",
     post_mlp_norm="post_ffw_norm",
+    attention_sub_norm="attn_sub_norm",
+    mlp_sub_norm="ffn_sub_norm",
     router="ffn_gate_inp",
     selection_bias="exp_probs_b.bias",
     expert_up=("ffn_gate_exps", "ffn_up_exps"),
@@ -235,6 +241,9 @@ def _layer(
     def post_norm(name: str, wanted: bool) -> Norm | None:
         return stored_norm(config, prefix + name, d, vector) if config.post_norms and wanted else None
 
+    def sub_norm(name: str, size: int, wanted: bool) -> Norm | None:
+        return stored_norm(config, prefix + name, size, vector) if config.sub_norms and wanted else None
+
     def residual_norm(name: str, wanted: bool) -> Norm | None:
         if not (config.pre_norms or config.residual_norms) or not wanted:
             return None
@@ -273,6 +282,8 @@ def _layer(
         up=up,
         down=down,
         post_mlp_norm=post_norm(names.post_mlp_norm, has_mlp),
+        attention_sub_norm=sub_norm(names.attention_sub_norm, value_size, attends),
+        mlp_sub_norm=sub_norm(names.mlp_sub_norm, config.mlp_size(index), has_mlp),
         rope=own_layer.rope if config.ropes else None,
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,

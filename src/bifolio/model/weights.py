@@ -18,7 +18,6 @@ from bifolio.kernels.interface import (
     Array,
     AttentionShape,
     Experts,
-    HeadLinear,
     KernelSet,
     Linear,
     Norm,
@@ -29,6 +28,7 @@ from bifolio.kernels.interface import (
     SharedMlp,
 )
 from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
+from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
@@ -66,25 +66,6 @@ class MoeWeights:
     input_norm: Norm | None = None
     output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None  # of the MLP beside the experts
-
-
-@dataclass(frozen=True, slots=True)
-class LatentWeights:
-    """The projections around attention over cached latents."""
-
-    rope_size: int
-    query_down: Linear | None  # [rank, d]; None: `query` reads the layer's input
-    query_norm: Norm | None
-    query: Linear  # [heads * (nope + rope), d or rank]
-    latent: Linear  # [latent + rope, d]
-    latent_norm: Norm
-    key_up: HeadLinear  # [latent, nope] of each head
-    value_up: HeadLinear  # [value, latent] of each head
-
-    def matrices(self) -> list[QuantizedTensor | Array]:
-        linears = [self.query, self.latent, *self.key_up.heads, *self.value_up.heads]
-        linears += [] if self.query_down is None else [self.query_down]
-        return [part for linear in linears for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +133,8 @@ class LayerWeights:
     scale: float = 1.0  # of the residual stream behind the layer
     inputs: GatedInputWeights | None = None
     streams: LayerStreamWeights | None = None
+    attention_sub_norm: Norm | None = None  # of the output of attention, before its last projection
+    mlp_sub_norm: Norm | None = None  # of the product of gate and up
 
     @property
     def has_attention(self) -> bool:
@@ -327,8 +310,10 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         up=linear(layer.up),
         down=linear(layer.down),
         post_mlp_norm=norm(layer.post_mlp_norm),
+        attention_sub_norm=norm(layer.attention_sub_norm),
+        mlp_sub_norm=norm(layer.mlp_sub_norm),
         moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
-        latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
+        latent=None if layer.latent is None else layer.latent.prepared(kernels),
         recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
         gate=None if layer.gate is None else linear(layer.gate),
         inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
@@ -369,19 +354,6 @@ def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
         mlp_output_norm=norm(moe.mlp_output_norm),
         experts=kernels.prepare_experts(moe.experts),
         shared_gate=None if moe.shared_gate is None else kernels.prepare_linear(moe.shared_gate),
-    )
-
-
-def _prepared_latent(latent: LatentWeights, kernels: KernelSet) -> LatentWeights:
-    return replace(
-        latent,
-        query_down=None if latent.query_down is None else kernels.prepare_linear(latent.query_down),
-        query_norm=None if latent.query_norm is None else kernels.prepare_norm(latent.query_norm),
-        query=kernels.prepare_linear(latent.query),
-        latent=kernels.prepare_linear(latent.latent),
-        latent_norm=kernels.prepare_norm(latent.latent_norm),
-        key_up=kernels.prepare_head_linear(latent.key_up),
-        value_up=kernels.prepare_head_linear(latent.value_up),
     )
 
 
