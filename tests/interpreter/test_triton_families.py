@@ -32,6 +32,7 @@ ROWS = (
     "granite",
     "hunyuan_dense",
     "lfm3",
+    "mimo_v2_flash",
     "mistral3",
     "olmo2",
     "starcoder2",

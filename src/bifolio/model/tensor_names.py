@@ -33,6 +33,7 @@ from bifolio.model.weights import (
     MoeWeights,
     attention_shape,
     inverse_frequencies,
+    value_columns,
 )
 from bifolio.model.xielu import read_xielu
 from bifolio.quant.tensor import QuantizedTensor
@@ -266,9 +267,8 @@ def _layer(
     up, down = _mlp(config, names, index, linear)
     latent = assemble_latent(config, names.latent, prefix, fetch, vector) if attends else None
     dim, kv_heads, writes = config.head_size(index), config.kv_heads(index), config.kv_source(index) == index
-    query_size = config.num_heads * dim
-    value_size = query_size if config.mla is None else config.num_heads * config.mla.value_size
-    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks and attends else None
+    value_size = config.num_heads * (config.value_dim(index) if config.mla is None else config.mla.value_size)
+    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.has_sinks(index) and attends else None
     query_norm = head_norm(names.query_norm, config.num_heads, attends)
     key_norm = head_norm(names.key_norm, kv_heads, attends and writes)
     gates = config.gate_size(index) if attends else 0
@@ -289,6 +289,7 @@ def _layer(
         latent=latent,
         recurrent=recurrent,
         gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
+        values=value_columns(config, index) if attends else None,
         kv_is_shared=any(layer.kv_source == index for layer in config.layers),
         cutoff=own_layer.cutoff,
         xielu=read_xielu(names.xielu, prefix, vector) if config.activation == "xielu" and has_mlp else None,

@@ -234,6 +234,9 @@ class PagedAttentionLayer:
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
+        if layer.values is not None:
+            parts = [(mixed, *span) for span in layer.values.spans]
+            mixed = kernels.join_columns(parts, layer.values.factors)
         if layer.gate is not None:
             mixed = kernels.gate(mixed, product(x, layer.gate, batch, kernels))
         if layer.attention_sub_norm is not None:

@@ -85,6 +85,17 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueColumns:
+    """The values in the output of attention, where they are smaller than keys and cached with zeros behind them."""
+
+    spans: tuple[tuple[int, int], ...]  # [start, stop) of each head
+    factors: Array | None  # f32[columns]  None: all are 1
+
+    def prepared(self, kernels: KernelSet) -> ValueColumns:
+        return self if self.factors is None else replace(self, factors=kernels.from_host(self.factors))
+
+
+@dataclass(frozen=True, slots=True)
 class SelectiveWeights:
     """The parameters of a selective recurrence that depend on the token, from its convolution."""
 
@@ -126,6 +137,7 @@ class LayerWeights:
     latent: LatentWeights | None = None  # in place of `qkv`, which has no parts
     recurrent: RecurrentWeights | None = None
     gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
+    values: ValueColumns | None = None  # None: the output of attention is used as it is
     norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
     kv_is_shared: bool = False  # later layers read the keys and values of this one
     xielu: tuple[float, float] | None = None  # logarithms of the coefficients of the activation xIELU
@@ -234,6 +246,14 @@ def attention_shape(
     )
 
 
+def value_columns(config: ModelConfig, layer: int) -> ValueColumns | None:
+    size, dim, heads = config.value_dim(layer), config.head_size(layer), config.num_heads
+    if (size, config.value_scale) == (dim, 1.0) or config.mla is not None:
+        return None
+    factors = None if config.value_scale == 1.0 else np.full(heads * size, config.value_scale, np.float32)
+    return ValueColumns(tuple((head * dim, head * dim + size) for head in range(heads)), factors)
+
+
 def _cached_layer(config: ModelConfig, layer: int) -> int:
     """The entries of the cache that a layer writes or reads: all layers of an encoder use the same."""
     if config.bidirectional or not config.layers[layer].attention:
@@ -316,6 +336,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         latent=None if layer.latent is None else layer.latent.prepared(kernels),
         recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
         gate=None if layer.gate is None else linear(layer.gate),
+        values=None if layer.values is None else layer.values.prepared(kernels),
         inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
         streams=None if layer.streams is None else layer.streams.prepared(kernels),
     )
