@@ -117,7 +117,7 @@ LATER_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] 
          "rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "sliding_window": 128,
          "sliding_window_size": 128, "attention_value_scale": 0.707, "attention_bias": False,
          "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
-         "hybrid_layer_pattern": [0, *[1, 1, 1, 1, 0] * 9, 1, 0], "moe_layer_freq": [0, *[1] * 47],
+         "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7], "moe_layer_freq": [0, *[1] * 47],
          "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": None, "num_experts_per_tok": 8,
          "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
          "routed_scaling_factor": None, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2},

@@ -41,7 +41,8 @@ SAME = {"swa_head_dim": "head_dim", "swa_v_head_dim": "v_head_dim", "swa_num_att
 VALUES = "self_attn.v_proj.weight", "attn_v.weight"  # ends of names in folders and GGUF files
 DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": 192, "v_head_dim": 128, "num_key_value_heads": 4, WINDOW: 129,
             "attention_value_scale": 0.707, "rope_theta": 5000000.0, "partial_rotary_factor": 0.334,
-            "n_routed_experts": 256, "num_experts_per_tok": 8, "bos_token_id": 1}  # fmt: skip
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "max_position_embeddings": 131072, "bos_token_id": 1}  # fmt: skip
 NEEDED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "add_swa_attention_sink_bias": True,
           "add_full_attention_sink_bias": False}  # fmt: skip
 
