@@ -20,6 +20,7 @@ from helpers import random_prompt, transformers_logits
 GEMMA4 = ("gemma4", "gemma4 with experts", "gemma4 with inputs of layers")
 SCANNED = ("falcon_mamba", "jamba", "mamba")
 ROWS = (
+    "bitnet",
     "bloom",
     *SCANNED,
     "llama4",
@@ -31,6 +32,7 @@ ROWS = (
     "granite",
     "hunyuan_dense",
     "lfm3",
+    "mimo_v2_flash",
     "mistral3",
     "olmo2",
     "starcoder2",

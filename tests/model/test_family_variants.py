@@ -26,6 +26,7 @@ from helpers import random_prompt, transformers_logits
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("apertus", {"hidden_act": "silu"}, "hidden_act"),
+    ("bitnet", {"weight_bits": 1}, "weight_bits"),
     ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
     ("cohere", {"use_qk_norm": True}, "layer norms of their own"),
     ("ernie4_5moe", {"use_bias": True}, "biases"),
@@ -47,6 +48,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama4", {"text_config": {**ROWS["llama4"].real["text_config"], "layer_types": ["other"] * 48}}, "'other'"),
     ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
     ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
+    ("mimo_v2_flash", {"attention_bias": True}, "attention_bias"),
+    ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts"),
+    ("mimo_v2_flash", {"swa_head_dim": 128}, "swa_head_dim is 128"),
+    ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
     ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv"),
     ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
@@ -97,7 +102,7 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.parametrize(
     "name",
     ["arcee", "cohere", "ernie4_5moe", "falcon", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe",
-     "nemotron", "olmo", "phi", "qwen2moe"],
+     "mimo_v2_flash", "nemotron", "olmo", "phi", "qwen2moe"],
 )  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
@@ -109,7 +114,22 @@ def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name
     assert config_from_hf(raw) == config_from_hf(whole)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("architecture", "activation"), [("bitnet", "silu"), ("bitnet-25", "relu2")])
+def test_the_architecture_of_a_gguf_file_of_bitnet_names_its_activation(
+    architecture: str, activation: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", load_folder(row_folder("bitnet")[1]), QuantFormat.F32)
+    file = open_gguf(tmp_path / "model.gguf")
+    written = str(file.metadata["general.architecture"])
+    renamed = {key.replace(written, architecture, 1): value for key, value in file.metadata.items()}
+    config = config_from_gguf(replace(file, metadata=renamed | {"general.architecture": architecture}))
+    assert config == replace(config_from_gguf(file), activation=activation)
+
+
 VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason why GGUF cannot describe it, or none
+    ("bitnet", {"attention_bias": True, "tie_word_embeddings": False}, ""),
+    ("bitnet", {"hidden_act": "silu"}, "activation 'silu'"),
     ("cohere", {"attention_bias": True, "tie_word_embeddings": False}, ""),
     ("cohere", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}, ""),
     ("dots1", {"attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0}, ""),
@@ -124,6 +144,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
         "partial_rotary_factor": 0.5}}, ""),
     ("gptneox", {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}, ""),
     ("gptneox", {"hidden_act": "gelu_fast"}, "activation = 'gelu_tanh'"),
+    ("mimo_v2_flash", {"attention_value_scale": None, "v_head_dim": 24, "norm_topk_prob": False}, ""),
     ("qwen2moe", {"qkv_bias": False, "use_sliding_window": False, "layer_types": None, "mlp_only_layers": [0]}, ""),
     ("qwen2moe", {"norm_topk_prob": True}, "add up to 1"),
 ]  # fmt: skip

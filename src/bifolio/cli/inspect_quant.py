@@ -29,6 +29,8 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
         format = READ_AS if tensor.format == FP8 else QuantFormat.__members__.get(tensor.format)
         if tensor.name.endswith((CODES, PACKED_CODES, ZEROS)):  # eight codes in 32 bits
             becomes, held = PACKED, 0.0 if tensor.name.endswith(ZEROS) else 8 * PACKINGS["Q4_1"][1]
+        elif tensor.format == QuantFormat.I8.name and tensor.name.endswith(".weight"):  # four values in a byte
+            becomes, held = PACKINGS["TQ2_0"][0], 4 * PACKINGS["TQ2_0"][1]
         elif format is None or not format.is_readable:
             becomes, held = "cannot be read", 0.0
         elif not is_matrix:

@@ -123,6 +123,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     embedding_norm: bool = False  # of the embeddings; in encoders with `pre_norms` in place of the first layer's own
     learned_positions: bool = False
+    sub_norms: bool = False  # norms on the inputs of the last projections of attention and MLP (BitNet)
     alibi: float = 0.0  # scores fall with the distance; the slopes of heads go down to 2 ** -alibi; 0: off
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
@@ -147,6 +148,9 @@ class ModelConfig:
     weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     gate_by_head: bool = False  # one gate for each head, without a bias, instead of one for each value (LFM3)
+    value_size: int = 0  # of a head, whose rows are padded to `head_dim`; 0: `head_dim` (MiMo)
+    value_scale: float = 1.0  # factor of the values
+    sinks_in_windows: bool = False  # only layers with a window have sinks
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bidirectional: bool = False  # tokens see those after them, too: an encoder, which computes a text as a whole
     language_head: bool = True  # the network has logits of a next token; False: it makes vectors and scores alone
@@ -189,9 +193,11 @@ class ModelConfig:
             raise ConfigError("a model without learned positions needs a rope configuration")
         self._check_layers()
         self._check_encoder()
+        if self.value_size and not 0 < self.value_size <= self.head_dim:
+            raise ConfigError(f"values of {self.value_size} do not fit into heads of {self.head_dim}")
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
             raise ConfigError("a norm over all query heads after rope is not supported")
-        for name in ("residual_scale", "logit_scale", "embedding_scale"):
+        for name in ("residual_scale", "logit_scale", "embedding_scale", "value_scale"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"the model's {name} must be a positive number, not {getattr(self, name)}")
 
@@ -267,6 +273,13 @@ class ModelConfig:
 
     def kv_heads(self, layer: int) -> int:
         return self.layers[layer].kv_heads or self.num_kv_heads
+
+    def value_dim(self, layer: int) -> int:
+        """Values of a head, as files store them."""
+        return self.value_size or self.head_size(layer)
+
+    def has_sinks(self, layer: int) -> bool:
+        return self.sinks and (not self.sinks_in_windows or self.layers[layer].window is not None)
 
     def mlp_size(self, layer: int) -> int:
         return self.layers[layer].mlp_size or self.intermediate_size

@@ -40,11 +40,13 @@ def _attention(config: ModelConfig, layer: int) -> int:
     d, dim = config.hidden_size, config.head_size(layer)
     query, kv = config.num_heads * dim, config.kv_heads(layer) * dim
     writes = config.kv_source(layer) == layer
-    projected = query + kv * writes * (1 if config.layers[layer].keys_as_values else 2)
+    values = config.kv_heads(layer) * config.value_dim(layer) * (not config.layers[layer].keys_as_values)
+    projected, mixed = query + (kv + values) * writes, config.num_heads * config.value_dim(layer)
     qk_width = query + kv if config.qk_norm_all_heads else dim * (2 if writes else 1)
-    total = d * projected + query * d + projected * config.qkv_bias + d * config.output_bias
-    total += (d + config.gate_bias) * config.gate_size(layer)
-    return total + qk_width * (config.qk_norm and not config.qk_norm_rotated) + config.num_heads * config.sinks
+    total = d * projected + mixed * d + projected * config.qkv_bias + d * config.output_bias
+    total += (d + config.gate_bias) * config.gate_size(layer) + mixed * config.sub_norms
+    total += config.num_heads * config.has_sinks(layer)
+    return total + qk_width * (config.qk_norm and not config.qk_norm_rotated)
 
 
 def _latent(config: ModelConfig, mla: LatentConfig) -> int:
@@ -56,7 +58,7 @@ def _latent(config: ModelConfig, mla: LatentConfig) -> int:
 
 def _mlp(config: ModelConfig, layer: int) -> int:
     d, ffn, num_up = config.hidden_size, config.mlp_size(layer), 2 if config.gated_mlp else 1
-    coefficients = 2 if config.activation == "xielu" else 0
+    coefficients = (2 if config.activation == "xielu" else 0) + ffn * config.sub_norms
     return d * ffn * (num_up + 1) + (ffn * num_up + d) * config.mlp_bias + coefficients
 
 

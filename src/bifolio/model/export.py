@@ -13,6 +13,7 @@ from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.model.latent_names import LatentNames
+from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.selective_tensors import selective_parts
 from bifolio.model.stream_tensors import (
@@ -23,7 +24,7 @@ from bifolio.model.stream_tensors import (
     stream_parts,
 )
 from bifolio.model.tensor_names import TensorNames
-from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
+from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
 
@@ -149,6 +150,7 @@ def _layer(
     elif layer.has_mlp:
         yield from _linear(prefix, names.up, layer.up)
         yield from _linear(prefix, (names.down,), layer.down)
+        yield from _norm(prefix + names.mlp_sub_norm, layer.mlp_sub_norm)
         for name, value in zip(names.xielu, layer.xielu or (), strict=False):
             yield NamedTensor(prefix + name, _quantized(np.array([value], np.float32)), "state")
     yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
@@ -184,6 +186,7 @@ def _attention(
         yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
     if layer.shape.sinks is not None:
         yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
+    yield from _norm(prefix + names.attention_sub_norm, layer.attention_sub_norm)
     yield from _linear(prefix, (names.output,), layer.output)
 
 

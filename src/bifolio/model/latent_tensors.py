@@ -6,8 +6,8 @@ from bifolio.config import ModelConfig
 from bifolio.kernels.interface import HeadLinear, Linear
 from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
 from bifolio.model.latent_names import LatentNames
+from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.norm_tensors import stored_norm
-from bifolio.model.weights import LatentWeights
 
 
 def assemble_latent(

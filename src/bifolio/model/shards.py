@@ -29,6 +29,7 @@ from dataclasses import replace
 from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Array, AttentionShape, Linear, Shards
+from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.recurrent_shards import (
     RecurrentPart,
     Span,
@@ -41,7 +42,6 @@ from bifolio.model.recurrent_shards import (
 )
 from bifolio.model.weights import (
     HeadNorms,
-    LatentWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
@@ -60,6 +60,10 @@ def check_size(config: ModelConfig, size: int) -> None:
     differ = any(layer.head_dim or layer.kv_heads or layer.kv_source is not None for layer in config.layers)
     if size > 1 and (differ or config.layer_inputs is not None or config.streams is not None):
         raise ConfigError("tensor_parallel_size must be 1: the layers of this model have heads or inputs that differ")
+    if size > 1 and config.value_size:
+        raise ConfigError("tensor_parallel_size must be 1: the values of this model are smaller than its keys")
+    if size > 1 and config.sub_norms:
+        raise ConfigError("tensor_parallel_size must be 1: norms of this model cover the heads or the MLP of all ranks")
     if config.moe is not None and config.moe.beside_mlp and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the experts of this model stand beside its MLPs")
     if config.recurrent is not None:

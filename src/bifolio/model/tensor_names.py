@@ -33,6 +33,7 @@ from bifolio.model.weights import (
     MoeWeights,
     attention_shape,
     inverse_frequencies,
+    value_columns,
 )
 from bifolio.model.xielu import read_xielu
 from bifolio.quant.tensor import QuantizedTensor
@@ -61,6 +62,8 @@ class TensorNames:
     key_norm: str = ""
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
+    attention_sub_norm: str = ""
+    mlp_sub_norm: str = ""
     transposed: bool = False  # matrices of layers are stored as [in, out]
     router: str = ""
     selection_bias: str = ""  # with its suffix
@@ -100,6 +103,8 @@ HF_LLAMA = TensorNames(
     head="lm_head",
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
+    attention_sub_norm="self_attn.attn_sub_norm",
+    mlp_sub_norm="mlp.ffn_sub_norm",
     router="mlp.gate",
     selection_bias="mlp.gate.e_score_correction_bias",
     expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
@@ -125,6 +130,8 @@ GGUF_LLAMA = TensorNames(
     key_norm="attn_k_norm",
     post_attention_norm="post_attention_norm",
     post_mlp_norm="post_ffw_norm",
+    attention_sub_norm="attn_sub_norm",
+    mlp_sub_norm="ffn_sub_norm",
     router="ffn_gate_inp",
     selection_bias="exp_probs_b.bias",
     expert_up=("ffn_gate_exps", "ffn_up_exps"),
@@ -235,6 +242,9 @@ def _layer(
     def post_norm(name: str, wanted: bool) -> Norm | None:
         return stored_norm(config, prefix + name, d, vector) if config.post_norms and wanted else None
 
+    def sub_norm(name: str, size: int, wanted: bool) -> Norm | None:
+        return stored_norm(config, prefix + name, size, vector) if config.sub_norms and wanted else None
+
     def residual_norm(name: str, wanted: bool) -> Norm | None:
         if not (config.pre_norms or config.residual_norms) or not wanted:
             return None
@@ -257,9 +267,8 @@ def _layer(
     up, down = _mlp(config, names, index, linear)
     latent = assemble_latent(config, names.latent, prefix, fetch, vector) if attends else None
     dim, kv_heads, writes = config.head_size(index), config.kv_heads(index), config.kv_source(index) == index
-    query_size = config.num_heads * dim
-    value_size = query_size if config.mla is None else config.num_heads * config.mla.value_size
-    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks and attends else None
+    value_size = config.num_heads * (config.value_dim(index) if config.mla is None else config.mla.value_size)
+    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.has_sinks(index) and attends else None
     query_norm = head_norm(names.query_norm, config.num_heads, attends)
     key_norm = head_norm(names.key_norm, kv_heads, attends and writes)
     gates = config.gate_size(index) if attends else 0
@@ -273,11 +282,14 @@ def _layer(
         up=up,
         down=down,
         post_mlp_norm=post_norm(names.post_mlp_norm, has_mlp),
+        attention_sub_norm=sub_norm(names.attention_sub_norm, value_size, attends),
+        mlp_sub_norm=sub_norm(names.mlp_sub_norm, config.mlp_size(index), has_mlp),
         rope=own_layer.rope if config.ropes else None,
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
         recurrent=recurrent,
         gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
+        values=value_columns(config, index) if attends else None,
         kv_is_shared=any(layer.kv_source == index for layer in config.layers),
         cutoff=own_layer.cutoff,
         xielu=read_xielu(names.xielu, prefix, vector) if config.activation == "xielu" and has_mlp else None,

@@ -13,11 +13,11 @@ from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.image_rows import given_rows
+from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import (
     HeadNorms,
-    LatentWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
@@ -238,8 +238,13 @@ class PagedAttentionLayer:
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
+        if layer.values is not None:
+            parts = [(mixed, *span) for span in layer.values.spans]
+            mixed = kernels.join_columns(parts, layer.values.factors)
         if layer.gate is not None:
             mixed = kernels.gate(mixed, product(x, layer.gate, batch, kernels))
+        if layer.attention_sub_norm is not None:
+            mixed = kernels.norm(mixed, layer.attention_sub_norm)
         return joined(mixed, layer.output, batch, kernels)
 
 
@@ -280,6 +285,7 @@ def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batc
     if layer.xielu is not None:
         return joined(kernels.xielu(up, xielu_coefficients(layer.xielu)), layer.down, batch, kernels)
     mixed = kernels.act_mul(up, activation, layer.cutoff) if gated else kernels.act(up, activation)
+    mixed = mixed if layer.mlp_sub_norm is None else kernels.norm(mixed, layer.mlp_sub_norm)
     return joined(mixed, layer.down, batch, kernels)
 
 

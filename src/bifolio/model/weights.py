@@ -18,7 +18,6 @@ from bifolio.kernels.interface import (
     Array,
     AttentionShape,
     Experts,
-    HeadLinear,
     KernelSet,
     Linear,
     Norm,
@@ -29,6 +28,7 @@ from bifolio.kernels.interface import (
     SharedMlp,
 )
 from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
+from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
@@ -69,25 +69,6 @@ class MoeWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentWeights:
-    """The projections around attention over cached latents."""
-
-    rope_size: int
-    query_down: Linear | None  # [rank, d]; None: `query` reads the layer's input
-    query_norm: Norm | None
-    query: Linear  # [heads * (nope + rope), d or rank]
-    latent: Linear  # [latent + rope, d]
-    latent_norm: Norm
-    key_up: HeadLinear  # [latent, nope] of each head
-    value_up: HeadLinear  # [value, latent] of each head
-
-    def matrices(self) -> list[QuantizedTensor | Array]:
-        linears = [self.query, self.latent, *self.key_up.heads, *self.value_up.heads]
-        linears += [] if self.query_down is None else [self.query_down]
-        return [part for linear in linears for part in linear.parts]
-
-
-@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Norms over the query heads and the key heads of all ranks of tensor parallelism, which hold some of them each.
 
@@ -101,6 +82,17 @@ class HeadNorms:
     keys: tuple[tuple[int, int], ...]
     own_queries: tuple[int, int]  # of this rank among those of all heads
     own_keys: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueColumns:
+    """The values in the output of attention, where they are smaller than keys and cached with zeros behind them."""
+
+    spans: tuple[tuple[int, int], ...]  # [start, stop) of each head
+    factors: Array | None  # f32[columns]  None: all are 1
+
+    def prepared(self, kernels: KernelSet) -> ValueColumns:
+        return self if self.factors is None else replace(self, factors=kernels.from_host(self.factors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +137,7 @@ class LayerWeights:
     latent: LatentWeights | None = None  # in place of `qkv`, which has no parts
     recurrent: RecurrentWeights | None = None
     gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
+    values: ValueColumns | None = None  # None: the output of attention is used as it is
     norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
     kv_is_shared: bool = False  # later layers read the keys and values of this one
     xielu: tuple[float, float] | None = None  # logarithms of the coefficients of the activation xIELU
@@ -152,6 +145,8 @@ class LayerWeights:
     scale: float = 1.0  # of the residual stream behind the layer
     inputs: GatedInputWeights | None = None
     streams: LayerStreamWeights | None = None
+    attention_sub_norm: Norm | None = None  # of the output of attention, before its last projection
+    mlp_sub_norm: Norm | None = None  # of the product of gate and up
 
     @property
     def has_attention(self) -> bool:
@@ -251,6 +246,14 @@ def attention_shape(
     )
 
 
+def value_columns(config: ModelConfig, layer: int) -> ValueColumns | None:
+    size, dim, heads = config.value_dim(layer), config.head_size(layer), config.num_heads
+    if (size, config.value_scale) == (dim, 1.0) or config.mla is not None:
+        return None
+    factors = None if config.value_scale == 1.0 else np.full(heads * size, config.value_scale, np.float32)
+    return ValueColumns(tuple((head * dim, head * dim + size) for head in range(heads)), factors)
+
+
 def _cached_layer(config: ModelConfig, layer: int) -> int:
     """The entries of the cache that a layer writes or reads: all layers of an encoder use the same."""
     if config.bidirectional or not config.layers[layer].attention:
@@ -327,10 +330,13 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         up=linear(layer.up),
         down=linear(layer.down),
         post_mlp_norm=norm(layer.post_mlp_norm),
+        attention_sub_norm=norm(layer.attention_sub_norm),
+        mlp_sub_norm=norm(layer.mlp_sub_norm),
         moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
-        latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
+        latent=None if layer.latent is None else layer.latent.prepared(kernels),
         recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
         gate=None if layer.gate is None else linear(layer.gate),
+        values=None if layer.values is None else layer.values.prepared(kernels),
         inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
         streams=None if layer.streams is None else layer.streams.prepared(kernels),
     )
@@ -369,19 +375,6 @@ def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
         mlp_output_norm=norm(moe.mlp_output_norm),
         experts=kernels.prepare_experts(moe.experts),
         shared_gate=None if moe.shared_gate is None else kernels.prepare_linear(moe.shared_gate),
-    )
-
-
-def _prepared_latent(latent: LatentWeights, kernels: KernelSet) -> LatentWeights:
-    return replace(
-        latent,
-        query_down=None if latent.query_down is None else kernels.prepare_linear(latent.query_down),
-        query_norm=None if latent.query_norm is None else kernels.prepare_norm(latent.query_norm),
-        query=kernels.prepare_linear(latent.query),
-        latent=kernels.prepare_linear(latent.latent),
-        latent_norm=kernels.prepare_norm(latent.latent_norm),
-        key_up=kernels.prepare_head_linear(latent.key_up),
-        value_up=kernels.prepare_head_linear(latent.value_up),
     )
 
 

@@ -19,6 +19,7 @@ from bifolio.model.huggingface.safetensors_file import Tensors, open_safetensors
 from bifolio.model.huggingface.scaled_tensors import FolderMap, read_block
 from bifolio.model.huggingface.sentence_folder import read_pooling, without_language_head
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
+from bifolio.model.huggingface.ternary_weights import TernaryMap, read_ternary
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile, TensorSource
 from bifolio.model.vision.families import vision_of
@@ -97,6 +98,8 @@ def _map_of(config: JsonObject) -> Callable[[list[Tensors]], FolderMap]:
         return FolderMap
     if (packing := read_packing(found)) is not None:
         return partial(IntegerMap, packing=packing)
+    if (ternary := read_ternary(found)) is not None:
+        return partial(TernaryMap, ternary=ternary)
     if (block := read_block(found)) is not None:
         return partial(FolderMap, block=block)
     method = " ".join(str(found.get(name)) for name in ("quant_method", "format") if found.get(name))
