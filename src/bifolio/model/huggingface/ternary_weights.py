@@ -4,7 +4,7 @@
     online    weight [rows, columns] as trained: each value is rounded to -1, 0 or 1 times the mean of the absolute ones
 
 Linear layers of the class `bitlinear` are divided by the scale, those of `autobitlinear` multiplied by it. Scales are
-half floats. Activations stay as they are: transformers rounds them to 8 bits.
+half floats. Activations are rounded as for other weights of these types; transformers rounds them to 8 bits by token.
 """
 
 from __future__ import annotations
