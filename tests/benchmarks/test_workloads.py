@@ -37,7 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ModelStore:
 
 @pytest.fixture(scope="module")
 def offline(store: ModelStore) -> Offline:
-    return Offline(Opening(Path(store.path("llama-1b")), {"max_model_len": 256}))
+    return Offline(Opening(Path(store.path("llama-1b-lora")), {"max_model_len": 256}))
 
 
 def is_light(workload: Workload) -> bool:

@@ -54,7 +54,7 @@ def test_options_of_sampling_and_the_cache_are_named() -> None:
     with pytest.raises(RequestError, match=r"^top_p is 2: pass a number above 0 and at most 1$"):
         SamplingParams(top_p=2)
     with pytest.raises(
-        ConfigError, match=r"^kv_cache_dtype \(--kv-dtype\) is 'f8': pass auto, f32, f16, bf16 or q8_0$"
+        ConfigError, match=r"^kv_cache_dtype \(--kv-dtype\) is 'f8': pass auto, f32, f16, bf16, fp8 or q8_0$"
     ):
         checked_kv_dtype("f8")
 

@@ -69,7 +69,10 @@ def _operation(path: str, method: str, note: str, request: Any) -> str:
 
 
 def _rows(request: Any) -> Iterator[str]:
-    for field in msgspec.inspect.type_info(request).fields:  # type: ignore[attr-defined]
+    info = msgspec.inspect.type_info(request)
+    if isinstance(info, msgspec.inspect.ListType):  # a body that is a list: the fields of its items
+        info = info.item_type
+    for field in info.fields:  # type: ignore[attr-defined]
         default = "required" if field.required else ""
         if not field.required and field.default not in (None, msgspec.NODEFAULT):
             default = json.dumps(field.default)

@@ -87,8 +87,9 @@ ROLLOUT_OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/get_world_size/", "get", "Processes that share the model (TRL)", None, t.WorldSize),
     ("/health/", "get", "Whether the front end is alive (TRL)", None, r.Health),
     ("/generate/", "post", "Rollouts of several prompts (TRL)", t.TrlRequest, t.TrlRollouts),
-    ("/init_communicator/", "post", "Refused: weights come from a folder (TRL)", None, t.WeightStatus),
-    ("/update_named_param/", "post", "Refused: weights come from a folder (TRL)", None, t.WeightStatus),
+    ("/init_communicator/", "post", "Join the group of a trainer (TRL)", t.Communicator, t.WeightStatus),
+    ("/update_named_param/", "post", "Announce a tensor of the group (TRL)", t.NamedTensor, t.WeightStatus),
+    ("/close_communicator/", "post", "Take the tensors and leave the group (TRL)", None, t.WeightStatus),
 )
 OPERATIONS += BRANCH_OPERATIONS + ROLLOUT_OPERATIONS
 # Other protocols: path, method, summary, request type. Their answers are described by their own documents.
