@@ -5,6 +5,7 @@ PYTHON benchmarks/tools/llama_server.py '{"model": "model.gguf", "n_ctx": 2048, 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("options", help="JSON: the model, the threads, and fields of CommonParams")
+    wanted = json.loads(parser.parse_args().options)
     llama: Any = importlib.import_module("xllamacpp")
-    wanted, params = json.loads(sys.argv[1]), llama.CommonParams()
+    params = llama.CommonParams()
     params.model.path = wanted.pop("model")
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = wanted.pop("threads")
     for name, value in wanted.items():
