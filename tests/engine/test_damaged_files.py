@@ -134,10 +134,10 @@ def test_damaged_snapshots_are_refused(tmp_path: Path) -> None:
         ({"model": "sampled-0"}, "another model"),
         ({"numerics": "0"}, "another arithmetic"),
         ({"root": "00"}, "another key"),
-        ({"token_ids": [1, 2, 1 << 40]}, "outside the vocabulary"),
-        ({"token_ids": [True]}, "outside the vocabulary"),
-        ({"token_ids": [1.5]}, "outside the vocabulary"),
-        ({"token_ids": [5, 6, 7]}, "another size"),
+        ({"token_ids": [1, 2, 1 << 40], "num_prompt": 1}, "outside the vocabulary"),
+        ({"token_ids": [True], "num_prompt": 1}, "outside the vocabulary"),
+        ({"token_ids": [1.5], "num_prompt": 1}, "outside the vocabulary"),
+        ({"token_ids": [5, 6, 7], "num_prompt": 1}, "another size"),
     ],
 )
 def test_foreign_snapshots_are_refused_by_name(tmp_path: Path, changes: dict[str, object], sentence: str) -> None:

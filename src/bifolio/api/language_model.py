@@ -81,10 +81,11 @@ class LanguageModel(nn.Module):
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
         beside = config.moe is not None and (config.moe.beside_mlp or config.moe.expert_bias)
-        if beside or config.mla is not None or config.sinks:
+        mixed = config.moe is not None and config.recurrent is not None
+        if beside or mixed or config.mla is not None or config.sinks:
             raise ConfigError(
-                f"LanguageModel holds networks without latents, sinks, and experts with biases or beside an MLP, which "
-                f"{config.architecture} has: use bifolio.LLM"
+                f"LanguageModel holds networks without latents, sinks, and experts with biases, beside an MLP or in "
+                f"hybrids, which {config.architecture} has: use bifolio.LLM"
             )
         if config.value_norm or config.layer_scales or config.layer_inputs is not None or config.streams is not None:
             raise ConfigError(
