@@ -278,3 +278,15 @@ def test_an_adapter_folder_that_is_replaced_is_a_new_version() -> None:
     assert llm.engine.adapters.load("a", folder) is before  # the same path: nothing is read
     after = llm.engine.adapters.load("a", folder, in_place=True)
     assert after.digest != before.digest
+
+
+def test_an_answer_with_an_adapter_has_no_receipt() -> None:
+    """The replay of a receipt would run the base."""
+    folder = tiny_folder()
+    with LLM(folder, lora_modules={"a": adapter_folder(folder)}, device="cpu") as llm:
+        params = SamplingParams(max_tokens=2)
+        with pytest.raises(RequestError, match="cannot hold the adapters of a request"):
+            llm.generate([[3, 4]], params, use_tqdm=False, lora_request="a", receipts=True)
+        assert not llm.engine.has_work
+        (plain,) = llm.generate([[3, 4]], params, use_tqdm=False, receipts=True)
+        assert plain.receipt is not None

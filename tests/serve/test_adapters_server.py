@@ -180,6 +180,27 @@ def test_scales_for_all_requests_that_name_no_adapter(changing: RunningServer, s
         assert http.get("/lora-adapters").status_code == 200
 
 
+def test_receipts_and_branches_are_those_of_the_base(changing: RunningServer) -> None:
+    """A receipt holds no adapter, and the blocks of a branch are those of the base: scales change neither."""
+    change(changing, "load", lora_name="n1", lora_path=str(adapter(1)), load_inplace=True)
+    refused = post(changing, "/v1/completions", {**ASK, "model": "n1", "receipt": True}, 400)["error"]
+    assert "cannot hold the adapters of a request" in refused["message"]
+    plain, admin = text(changing, None), {"authorization": f"Bearer {KEY}"}
+    branch = post(changing, "/v1/branches", {"prompt": "Once upon"})["id"]
+    with changing.http() as http:
+        number = next(row["id"] for row in http.get("/lora-adapters").json() if row["name"] == "n1")
+        http.post("/lora-adapters", json=[{"id": number}], headers=admin)
+        assert text(changing, None) != plain
+        assert (
+            post(changing, "/v1/completions", {**ASK, "receipt": True}, 400)["error"]["message"] == refused["message"]
+        )
+        answer = post(changing, f"/v1/branches/{branch}/generate", {"max_tokens": 10, "temperature": 0})
+        assert answer["choices"][0]["text"] == plain
+        http.post("/lora-adapters", json=[], headers=admin)
+        http.delete(f"/v1/branches/{branch}")
+    assert post(changing, "/v1/completions", {**ASK, "receipt": True})["receipt"]["format"]
+
+
 def test_changes_need_the_admin_key(changing: RunningServer, server: RunningServer) -> None:
     body = {"lora_name": "new", "lora_path": str(adapter(1))}
     assert change(changing, "load", 401, key="another-key-of-some-length", **body)["error"]["code"] == "invalid_api_key"

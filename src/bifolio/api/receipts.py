@@ -44,13 +44,19 @@ def receipt_of(request: Request, model: Mapping[str, Any], numerics: Mapping[str
     return {**receipt, "digest": digest_of_facts(receipt)}
 
 
+def check_held(*, images: bool, adapters: bool) -> None:
+    """Refuse parts of a request that are no part of its receipt: a replay would lack them."""
+    if images or adapters:
+        part = "images of a prompt" if images else "adapters of a request"
+        raise RequestError(f"a receipt cannot hold the {part}: leave the receipt or the {part.split()[0]} out")
+
+
 def request_facts(request: Request) -> dict[str, Any]:
     """A request with everything resolved: a random seed, limits, and texts as tokens."""
     params: SamplingParams | BeamSearchParams = request.params if request.search is None else request.search.params
     if request.params.logits_processors:
         raise RequestError("logits_processors are Python functions, which a receipt cannot hold: leave one out")
-    if request.images:
-        raise RequestError("a receipt cannot hold the images of a prompt: leave the receipt or the images out")
+    check_held(images=bool(request.images), adapters=request.adapter is not None)
     given = request.num_given
     known = request.sequences[0].output_token_ids[:given]
     return {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bifolio.api.messages import BranchUse, Ended, Image, NewTokens, Start, Thinking, Update
+from bifolio.api.receipts import check_held
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.images import PromptImage
@@ -152,6 +153,9 @@ class Run:
     # -- life --------------------------------------------------------------------------------------------------------
     def start(self) -> None:
         job, engine = self.job, self.context.engine
+        adapters = [] if job.branch else job.adapters  # a branch has the blocks of the base
+        if job.wants_receipt:
+            check_held(images=bool(job.images), adapters=bool(adapters))
         salt = job.tenant.salt + (job.cache_salt or "").encode()
         key = job.tenant.name
         if not job.tenant.has_key:  # without keys, concurrent requests take turns as if each came from another client
@@ -181,9 +185,9 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
-                    job.wants_receipt or (self.context.receipts is not None and not job.images),
+                    job.wants_receipt or (self.context.receipts is not None and not (job.images or adapters)),
                     [Image.of(image) for image in job.images],
-                    job.adapters,
+                    adapters,
                     job.session,
                 )
             )
