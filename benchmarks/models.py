@@ -74,10 +74,11 @@ class ModelStore:
             raise ConfigError(f"there is no model {name!r}: `python -m benchmarks list` names those of all rows")
         config = tiny(config) if self.tiny else config
         if format == ADAPTED:
-            from benchmarks.random_adapters import FOLDER, write_adapters
+            from benchmarks import engines
+            from benchmarks.random_adapters import write_adapters
 
             write_model(path, config, "bf16")
-            write_adapters(path / FOLDER, config, ADAPTERS)
+            write_adapters(path / engines.ADAPTERS, config, ADAPTERS)
         elif format in QUANTISED:
             from benchmarks.quantised_folders import write_quantised
 

@@ -12,7 +12,6 @@ from bifolio.config import ModelConfig
 from bifolio.model.adapters.layout import traced_layers
 from bifolio.model.huggingface.safetensors_file import write_safetensors
 
-FOLDER = "adapters"  # of a model's folder
 RANK = 16
 SIZE = 0.02  # of the random numbers
 

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+ADAPTERS = "adapters"  # in the folder of a model
+
 
 class Unsupported(Exception):  # noqa: N818  # an answer, not a failure: the table has an empty cell
     """The engine cannot run this workload."""
@@ -51,7 +53,7 @@ Call = Callable[[], Done]
 
 def adapters_of(model: Path) -> list[Path]:
     """The low-rank adapters beside the weights of a folder, by number."""
-    return sorted((model / "adapters").glob("a*"), key=lambda path: int(path.name[1:]))
+    return sorted((model / ADAPTERS).glob("a*"), key=lambda path: int(path.name[1:]))
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class AttentionShape:
 
     @property
     def reach(self) -> int:
-        """The window as one number: 0 without one, below 0 for chunks of so many tokens."""
+        """The window as one number: 0 without one, below 0 for chunks, whose length it is."""
         window = self.window or 0
         return -window if self.in_chunks else window
 

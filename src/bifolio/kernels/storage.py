@@ -22,6 +22,7 @@ import numpy.typing as npt
 from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
 from bifolio.kernels.block_copies import BlockCopies
+from bifolio.kernels.q8_rows import Q8_BLOCK, Q8_POISON, decode_q8_rows, encode_q8_rows, q8_head_dim, q8_row_bytes
 from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
 Array = Any  # numpy.ndarray or torch.Tensor: only indexing that both support is used here
@@ -29,8 +30,6 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1, "q8_0": 1}
 _NUMPY_DTYPES: dict[str, npt.DTypeLike] = {
     "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8": np.uint8, "q8_0": np.uint8
 }  # fmt: skip
-Q8_BLOCK = 32  # values that share a scale in a q8_0 cache
-Q8_POISON = 0xFF  # a row of these bytes has NaN scales
 FP8_NAN, FP8_LARGEST = 0x7F, 448.0  # of E4M3
 
 
@@ -191,8 +190,8 @@ class KVStorage:
         return self.num_blocks * self.layout.bytes_per_block + self.layout.num_states * self.layout.bytes_per_state
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether stored numbers have fewer bits than new ones: then attention reads all of them from here."""
+    def is_read_back(self) -> bool:
+        """Whether attention reads new keys and values from here, too: with few bits cached prefixes would differ."""
         return self.dtype == "fp8"
 
     # -- moving data -------------------------------------------------------------------------------------------------
@@ -363,41 +362,6 @@ def _import_torch() -> Any:
     except ImportError as error:
         raise MissingDependencyError("a KV storage on torch needs torch: pip install 'bifolio[gpu]'") from error
     return torch
-
-
-def q8_row_bytes(head_dim: int) -> int:
-    """Bytes of one head's row in a q8_0 cache: int8 values, then one f16 scale per 32 of them.
-
-    |head_dim x int8|head_dim / 32 x f16|   value = scale * q
-
-    GGML's Q8_0 with values and scales separated, so that a kernel reads the values of a row contiguously.
-    """
-    return head_dim + head_dim // Q8_BLOCK * 2
-
-
-def q8_head_dim(row_bytes: int) -> int:
-    """The head dimension of a row of `q8_row_bytes`."""
-    return row_bytes // (Q8_BLOCK + 2) * Q8_BLOCK
-
-
-def encode_q8_rows(values: np.ndarray) -> np.ndarray:
-    """f32[..., head_dim] -> u8[..., row_bytes]."""
-    blocks = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, Q8_BLOCK)
-    largest = np.abs(blocks).max(axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0)).astype(np.float32)
-        scaled = blocks * inverse[..., None]
-        quantized = np.nan_to_num(np.rint(scaled)).astype(np.int8)
-        scales = (largest * np.float32(1 / 127)).astype(np.float16)
-    bytes_of_values = quantized.reshape(values.shape).view(np.uint8)
-    return np.concatenate([bytes_of_values, scales.view(np.uint8)], axis=-1)
-
-
-def decode_q8_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """u8[..., row_bytes] -> f32[..., head_dim]."""
-    quantized = np.ascontiguousarray(rows[..., :head_dim]).view(np.int8).reshape(*rows.shape[:-1], -1, Q8_BLOCK)
-    scales = np.ascontiguousarray(rows[..., head_dim:]).view(np.float16).astype(np.float32)
-    return (quantized.astype(np.float32) * scales[..., None]).reshape(*rows.shape[:-1], head_dim)
 
 
 def poison_in(storages: list[BlockMover]) -> Callable[[list[int]], None]:

@@ -289,7 +289,7 @@ class TorchKernels(TorchArrays):
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
     ) -> torch.Tensor:
         """Many queries of each sequence: over their own fresh keys and values, or over the cache behind a prefix."""
-        is_fresh = segment.fresh and (storage is None or not storage.is_rounded)
+        is_fresh = segment.fresh and (storage is None or not storage.is_read_back)
         if storage is not None and segment.block_tables is not None and not is_fresh:
             return attend_cached(own.query, shape, segment, storage)
         return attend_fresh(own, shape, segment)

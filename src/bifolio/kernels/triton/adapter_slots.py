@@ -188,12 +188,12 @@ class AdapterSlots:
 
     # -- passes --------------------------------------------------------------------------------------------------------
     def staged(self, size: int) -> StagedAdapters:
-        """The adapters of a captured step of so many rows; none of them has one yet."""
+        """The adapters of a captured step with `size` rows; none of them has one yet."""
         words = upload(self.words(np.zeros(0, np.int32), size), self._device)
         return self._of_words(words, size, self._rows_of_tile(size))
 
     def words(self, numbers: np.ndarray, size: int) -> np.ndarray:
-        """i32: the grouping of rows with these adapters in a captured step of so many rows."""
+        """i32: the grouping of rows with these adapters in a captured step with `size` rows."""
         padded: np.ndarray = np.full(size, NO_ADAPTER, dtype=np.int32)
         padded[: len(numbers)] = numbers
         order, tiles = grouped_rows(padded, self._rows_of_tile(size))
@@ -222,7 +222,7 @@ class AdapterSlots:
         return MOST_ROWS if size >= MANY_ROWS and not self._fixed else FEWEST_ROWS
 
     def _num_tiles(self, size: int) -> int:
-        """Tiles of any grouping of so many rows."""
+        """Tiles of any grouping of `size` rows."""
         groups = min(size, self._capacity + 1)
         return min(size, size // self._rows_of_tile(size) + groups)
 

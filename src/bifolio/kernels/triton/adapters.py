@@ -56,7 +56,7 @@ class ProductPlan:
         return cls(first_entry, widths, depth, torch.tensor(rows, dtype=torch.int32).to(device))
 
     def block(self, rows: int) -> int:
-        """Columns of x in tiles of so many rows."""
+        """Columns of x per tile, for tiles with `rows` rows."""
         most = BLOCK if rows == FEWEST_ROWS else BLOCK // 4  # large ones would not fit into shared memory
         return min(max(1 << (self.depth - 1).bit_length(), FEWEST_ROWS), most)
 
@@ -362,7 +362,7 @@ def expand(
 
 
 def _side_by_side(num_tiles: int, programs: int) -> int:
-    """Tiles that start at once, with so many programs each; one program takes several tiles in turn."""
+    """Tiles that start at once, with `programs` programs each; one program takes several tiles in turn."""
     return max(1, min(num_tiles, PROGRAMS // programs))
 
 

@@ -124,7 +124,7 @@ class Attention:
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         is_cached = storage is not None and segment.block_tables is not None
-        if is_cached and (self._deterministic or (storage is not None and storage.is_rounded)):
+        if is_cached and (self._deterministic or (storage is not None and storage.is_read_back)):
             segment = replace(segment, fresh=False)  # chunks also read the cache
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))

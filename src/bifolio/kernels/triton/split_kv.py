@@ -191,7 +191,7 @@ def first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, ALIGN:
 
 @triton.jit
 def first_visible(length: tl.tensor, window: tl.tensor) -> tl.tensor:
-    """First token that the last of `length` tokens sees; a window below 0: chunks of so many tokens."""
+    """First token that the last of `length` tokens sees; a window below 0: chunks of that length."""
     chunk = tl.maximum(-window, 1)
     begin = tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, 0)
     return tl.where(window > 0, tl.maximum(length - window, 0), begin)

@@ -16,7 +16,7 @@ from bifolio.model.fields import Field, Form, Key
 from bifolio.model.gguf.rope_fields import local_rope, read_rope, rope_entries
 from bifolio.model.tensor_names import GGUF_LLAMA, TensorNames
 
-PERIOD = 3  # one layer of so many has no window
+PERIOD = 3  # in each run of this many layers one has no window
 FULL, LOCAL = "full_attention", "sliding_attention"
 NETWORK: dict[str, Any] = {
     **ENCODER, "embedding_norm": True, "norm_bias": False, "gated_mlp": True, "qkv_bias": False, "output_bias": False,

@@ -74,7 +74,7 @@ class Vision(ABC):
 
     @abstractmethod
     def largest(self, num_rows: int) -> tuple[int, int]:
-        """Height and width of the largest tile that has at most so many rows, or of the smallest one."""
+        """Height and width of the largest tile that has at most `num_rows` rows, or of the smallest one."""
 
     def grid(self, pixels: Pixels) -> tuple[int, int] | None:
         """Height and width of a tile in rows, where rope has a position for each; None: its tokens count like text."""
