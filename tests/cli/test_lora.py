@@ -99,3 +99,12 @@ def test_modules_of_a_server_are_name_and_path(text: str) -> None:
     result = CliRunner().invoke(build_app(), ["serve", "-m", str(base()), *twice])
     assert result.exit_code == 2
     assert "--lora-modules" in result.output
+
+
+def test_modules_may_follow_one_mark_or_one_mark_each() -> None:
+    """Both are read: the name that is given twice is named, and lies behind others."""
+    pairs = [f"first={adapter(1)}", f"second={adapter(2)}", "second=elsewhere"]
+    for words in (["--lora-modules", *pairs], [word for pair in pairs for word in ("--lora-modules", pair)]):
+        result = CliRunner().invoke(build_app(), ["serve", *words, "-m", str(base())])
+        assert result.exit_code == 2
+        assert "names 'second' twice" in result.output

@@ -60,6 +60,7 @@ class Parameter:
     positional: bool = False
     advanced: bool = False  # shown by --help-all, not by --help
     read: Callable[[str], Any] | None = None  # from text to the value, where the type alone does not say it
+    takes_several: bool = False  # values of a list may follow one mark, as well as one mark each
 
 
 def option(
@@ -70,8 +71,9 @@ def option(
     variable: str | None = None,
     advanced: bool = False,
     read: Callable[[str], Any] | None = None,
+    takes_several: bool = False,
 ) -> Parameter:
-    return Parameter(names, help, min, max, variable, advanced=advanced, read=read)
+    return Parameter(names, help, min, max, variable, advanced=advanced, read=read, takes_several=takes_several)
 
 
 def argument(*, help: str = "") -> Parameter:
@@ -296,7 +298,7 @@ def _add(parser: Any, parameter: inspect.Parameter, values: OptionValues, in_ful
         parser.add_argument(DEST_PREFIX + parameter.name, metavar=parameter.name.upper(), default=default, **settings)
         return
     if several:
-        settings["action"] = "append"
+        settings |= {"action": "extend", "nargs": "+"} if written.takes_several else {"action": "append"}
     if kind is not bool:
         settings["metavar"] = parameter.name.upper()
     parser.add_argument(*names, dest=DEST_PREFIX + parameter.name, default=default, required=required, **settings)

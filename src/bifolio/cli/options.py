@@ -81,7 +81,12 @@ GpuMemoryUtilization = Annotated[
     ),
 ]
 KvDtype = Annotated[
-    str, commands.option("--kv-dtype", help="Format of the KV cache: auto, f32, f16, bf16, q8_0 (CPU) or fp8 (GPU).")
+    str,
+    commands.option(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        help="Format of the KV cache: auto, f32, f16, bf16, q8_0 (CPU) or fp8 (GPU).",
+    ),
 ]
 Dtype = Annotated[
     str,
@@ -249,7 +254,9 @@ class Adapters:
     lora_modules: Annotated[
         list[str] | None,
         commands.option(
-            "--lora-modules", help="Adapter (LoRA) as NAME=PATH, which requests name as their model; repeatable."
+            "--lora-modules",
+            help="Adapters (LoRA) as NAME=PATH, which requests name as their model; repeatable.",
+            takes_several=True,
         ),
     ] = None
     lora_dir: Annotated[
