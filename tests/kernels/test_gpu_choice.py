@@ -64,3 +64,13 @@ def test_commands_end_with_one_sentence(arguments: Sequence[str], monkeypatch: p
     assert isinstance(run.exception, ConfigError | None)
     assert said.strip().count("\n") == 0
     assert "needs a CUDA GPU" in said
+
+
+def test_kernels_of_the_cpu_by_name_run_there_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device; those that a GPU has too are its own."""
+    monkeypatch.setattr(select, "resolve_device", lambda device: "cuda" if device == "auto" else device)
+    assert select_kernels(name="reference").name == "reference"
+    with pytest.raises(ConfigError, match="device 'cuda' needs a CUDA GPU"):
+        select_kernels(name="torch")
+    with pytest.raises(ConfigError, match="device 'cuda' needs a CUDA GPU"):
+        select_kernels("cuda", name="reference")

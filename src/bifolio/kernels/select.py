@@ -54,16 +54,19 @@ def select_kernels(
 ) -> KernelSet:
     """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); a ConfigError lists why none can run.
 
+    With a forced set of the CPU, "auto" is the CPU.
     `activations` is the rounding of activations in products with quantised weights: see `NativeKernels`; callers that
     know the model resolve "auto" first (`activations_for`). `dtype`
     ("f32", "f16", "bf16") is that of dense weights on a GPU, by default bf16. `deterministic` makes results on a GPU
     independent of the rest of the batch; on the CPU they always are.
     """
-    device = resolve_device(device)
-    kind = device.split(":")[0]
     forced = name or os.environ.get("BIFOLIO_KERNELS") or None
     if forced is not None and forced not in CANDIDATES:
         raise ConfigError(f"there are no kernels called {forced!r}: choose one of {', '.join(CANDIDATES)}")
+    if device == "auto" and forced is not None and CANDIDATES[forced].devices == ("cpu",):
+        device = "cpu"
+    device = resolve_device(device)
+    kind = device.split(":")[0]
     if kind == "cuda":
         require_gpu(device)
     names = [forced] if forced else [n for n, candidate in CANDIDATES.items() if kind in candidate.devices]
