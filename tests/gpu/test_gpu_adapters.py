@@ -230,7 +230,7 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
                 expected[:, column : column + outputs] += x[own].double().cpu().numpy() @ thin.T @ wide.T
                 if bias != NO_BIAS:
                     expected[:, column : column + outputs] += values[bias : bias + outputs].numpy()
-        np.testing.assert_allclose(found[own], expected, atol=0.06, rtol=0.02)
+        np.testing.assert_allclose(found[own], expected, atol=0.1, rtol=0.02)  # of thin values in bf16
     assert (found[numbers < 0] == y[torch.tensor(numbers < 0, device=device)].float().cpu().numpy()).all()
     if fixed:
         for row in range(0, rows, 13):
