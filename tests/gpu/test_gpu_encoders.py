@@ -95,7 +95,7 @@ def test_the_largest_step_is_measured(name: str, head: str, gpu_kernels: NewKern
     kernels = gpu_kernels("f32")
     config = EngineConfig(CacheConfig(20, 4, "f32"), 60, 4, token_budget=100, chunk_size=100)
     model = move_to_device(load_folder(encoder_model(name, head)[1]), kernels)
-    assert measure_step(model, kernels, config, Memory()) == 1250
+    assert measure_step(model, kernels, config, Memory()) == 2000
 
 
 def test_the_front_door_opens_an_encoder(device: str) -> None:

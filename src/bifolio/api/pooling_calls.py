@@ -21,6 +21,7 @@ from bifolio.api.pooled_texts import PooledTexts
 from bifolio.api.prompts import Prompt, as_prompts, show_progress
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.errors import ModelOutputError, RequestError
+from bifolio.garbage import no_garbage_collection
 from bifolio.model.loaded import LoadedModel
 from bifolio.pooling_params import PoolingParams, PoolingTask
 from bifolio.sequence import Request
@@ -141,14 +142,16 @@ class PoolingCalls:
         """Finished requests of all texts. The next texts are encoded while those before them are computed."""
         requests: list[Request] = []
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="bifolio-tokenize") as encoder:
-                coming: Future[list[EncodedText] | None] = encoder.submit(next, parts, None)
-                while (texts := coming.result()) is not None:
-                    coming = encoder.submit(next, parts, None)
-                    requests += self._shared.add_pooled(texts, params)
-                    while not coming.done() and self._shared.engine.has_work:
-                        self._shared.step()
-            self._shared.finish(requests, show_progress(use_tqdm, count))
+            with no_garbage_collection():  # all requests stay until the end: the collector finds nothing to free
+                with ThreadPoolExecutor(1, thread_name_prefix="bifolio-tokenize") as encoder:
+                    coming: Future[list[EncodedText] | None] = encoder.submit(next, parts, None)
+                    while (texts := coming.result()) is not None:
+                        coming = encoder.submit(next, parts, None)
+                        requests += self._shared.add_pooled(texts, params)
+                        self._shared.step()  # a device computes while more texts are added
+                        while not coming.done() and self._shared.engine.has_work:
+                            self._shared.step()
+                self._shared.finish(requests, show_progress(use_tqdm, count))
         except BaseException:
             self._shared.abort(requests)
             raise

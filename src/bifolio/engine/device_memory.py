@@ -68,7 +68,8 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
             f"a step of token_budget={config.token_budget} tokens and max_num_seqs={config.max_num_seqs} sequences "
             f"does not fit on {kernels.device} beside the weights: pass smaller values, or a quantised model"
         ) from None
-    return int(memory.peak_bytes() * (1 + GRAPH_SHARE)) + (0 if runner.images is None else CACHE_BYTES)
+    share = GRAPH_SHARE if model.config.language_head else 1.0  # the largest step of an encoder is captured itself
+    return int(memory.peak_bytes() * (1 + share)) + (0 if runner.images is None else CACHE_BYTES)
 
 
 def run_and_draw(runner: ModelRunner, config: EngineConfig, cache: CacheConfig) -> None:
@@ -84,7 +85,7 @@ def run_and_draw(runner: ModelRunner, config: EngineConfig, cache: CacheConfig) 
 def pool_states(runner: ModelRunner, config: EngineConfig, cache: CacheConfig) -> None:
     """The hidden states of the whole budget, their sums, and all of them on the host."""
     kernels, own = runner.kernels, prefill_batch(config, cache, whole=runner.weights.config.bidirectional)
-    states = runner.states(own.to(kernels))
+    states = runner.plain_states(own.to(kernels))
     sums = kernels.sum_rows(states, np.array([0, own.num_tokens]))
     for rows in (states, sums):
         kernels.fetch(rows)()

@@ -121,12 +121,16 @@ class ModelRunner:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""
         return transformer.forward(self.weights, batch, self.kernels, self.storage)
 
+    def plain_states(self, batch: Batch) -> Array:
+        """The normed hidden states of all tokens, [t, d], kernel by kernel."""
+        return self._states(self.kernels, batch, self.storage)
+
     def states(self, batch: Batch) -> Array:
-        """The normed hidden states of all tokens: [t, d]; K and V are cached."""
+        """The normed hidden states of all tokens: [t, d], valid until the next pass; K and V are cached."""
 
         def work() -> Array:
-            program, storage = self.program(Pass.STATES), self.storage
-            return self._states(self.kernels, batch, storage) if program is None else program.run(batch, storage)
+            program = self.program(Pass.STATES)
+            return self.plain_states(batch) if program is None else program.run(batch, self.storage)
 
         return work() if self.peers is None else self.peers.run(Pass.STATES, batch, work)
 

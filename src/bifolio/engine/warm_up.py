@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.executor import Pass
 from bifolio.pooling_params import PoolingParams
 from bifolio.sampling_params import SamplingParams
 
@@ -82,6 +83,9 @@ def _compute_vectors(engine: InferenceEngine) -> None:
             engine.add_request(f"warm-up-{number}-{index}", tokens.tolist(), PoolingParams())
         while engine.has_work:
             engine.step()
+    program = engine.runner.program(Pass.STATES)
+    if program is not None:
+        program.warm_up(engine.config.token_budget, longest)
 
 
 def _make_room(engine: InferenceEngine) -> None:

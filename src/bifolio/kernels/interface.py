@@ -134,6 +134,10 @@ class StepProgram(Protocol):
         """The same result, and the time of each operation."""
         ...
 
+    def warm_up(self, num_tokens: int, longest: int) -> None:
+        """Prepare passes of up to so many tokens, in sequences of at most `longest`."""
+        ...
+
 
 class Ranks(Protocol):
     """The processes that run one model together, each with a part of every matrix."""

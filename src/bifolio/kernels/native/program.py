@@ -45,6 +45,9 @@ class NativeProgram:
         """The result of one forward pass: logits f32[r, vocab], or rows of all tokens."""
         return self._for(batch)._run(batch, storage, False)[0]
 
+    def warm_up(self, num_tokens: int, longest: int) -> None:
+        """Nothing is prepared: the program runs any pass."""
+
     def profile(self, batch: Batch, storage: Storage) -> tuple[np.ndarray, list[TimedOperation]]:
         program = self._for(batch)
         result, seconds = program._run(batch, storage, True)

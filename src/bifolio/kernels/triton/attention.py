@@ -124,7 +124,8 @@ class Attention:
         if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         is_cached = storage is not None and segment.block_tables is not None
-        if is_cached and (self._deterministic or (storage is not None and storage.is_read_back)):
+        reads_back = is_cached and not shape.bidirectional  # whole texts are not in the cache
+        if reads_back and (self._deterministic or (storage is not None and storage.is_read_back)):
             segment = replace(segment, fresh=False)  # chunks also read the cache
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
@@ -277,6 +278,11 @@ class Attention:
         """Add prompts to the decodes of `stage_decode`; tokens of neither are padding."""
         self._staged.append(StagedSegment(segment, tiles=tiles, positions=positions, has_all_tiles=True))
         self._has_padding = True
+
+    def stage_texts(self, segment: AttentionSegment, tiles: dict[int, QueryTiles]) -> None:
+        """Whole texts, `tiles` by their rows, for a step that is captured; tokens in no tile are padding."""
+        self._staged = [StagedSegment(segment, tiles=tiles, has_all_tiles=True)]
+        self._has_padding = False
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
         if not self._deterministic:

@@ -176,6 +176,10 @@ def rope_and_write(
     tokens, value_norm = qkv.shape[0], shape.value_norm if own else None
     turned = torch.empty((tokens, num_turned_heads(shape), dim), dtype=dtype or qkv.dtype, device=qkv.device)
     norms = shape.query_norm, shape.key_norm if own else shape.query_norm
+    is_turned = any(part is not None for part in (rotation, *norms, value_norm))
+    if shape.bidirectional and not is_turned and qkv.dtype == (dtype or qkv.dtype):
+        all_own = torch.unflatten(qkv, -1, (heads + 2 * kv_heads, dim))
+        return Heads(*torch.split(all_own, [heads, kv_heads, kv_heads], dim=1))
     has_norm = norms[0] is not None and norms[1] is not None
     cached = own and storage is not None and slots is not None
     keys = storage.keys[shape.layer] if cached and storage is not None else turned

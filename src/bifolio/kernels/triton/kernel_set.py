@@ -57,6 +57,7 @@ from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.selective import selective_scan
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
+from bifolio.kernels.triton.text_graphs import TextGraphs
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -126,8 +127,11 @@ class TritonKernels(TorchArrays):
         return CudaStorage(layout, device=self.device, backend="torch")
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """None: decode steps are captured as graphs, with their slots (`device_slots`)."""
-        return None
+        """Steps of texts; None: steps with a cache are captured with their slots (`device_slots`)."""
+        is_encoder = bool(network.shapes) and all(shape.bidirectional for shape in network.shapes)
+        if not is_encoder or network.split is None or (self.ranks is not None and self.ranks.size > 1):
+            return None
+        return TextGraphs(self, network, network.split)
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
@@ -310,7 +314,8 @@ class TritonKernels(TorchArrays):
     ) -> Heads:
         if self.attention.turns_heads(shape, rotation, batch.segments, storage):
             return Heads(RawHeads(tensor(qkv), rotation), None, None)
-        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage, self.dtype)
+        own = None if shape.bidirectional else storage  # whole texts read their own keys and values alone
+        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, own, self.dtype)
 
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(
