@@ -35,7 +35,7 @@ def write_bert(folder: Path, tiny: bool) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel
 
-    sizes: dict[str, int] = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4} if tiny else {}
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4} if tiny else {}
     torch.manual_seed(0)
     model = BertModel(BertConfig(**sizes), add_pooling_layer=False)
     model.save_pretrained(folder)
