@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def embedded(folder: Path, options: dict[str, Any], repeats: int, profile: bool)
     with LLM(str(folder), **options) as llm:
         for length, count in WORKLOADS:
             texts = rng.integers(1000, 20000, (count, length)).tolist()
-            call: Callable[[], Any] = lambda texts=texts: llm.embed(texts, use_tqdm=False)  # noqa: E731
+            call = partial(llm.embed, texts, use_tqdm=False)
             call()
             seconds = seconds_of(call, repeats)
             yield {"row": f"{count} texts of {length} tokens", "ms": round(1e3 * seconds, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -267,3 +268,20 @@ def test_the_cache_is_what_fits_beside_a_step_that_was_tried(device: str, folder
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         LLM(folder, device=device, max_model_len=256, gpu_memory_utilization=1e-9)
+
+
+@pytest.mark.full
+def test_a_closed_llm_gives_back_its_memory(device: str, release_gpu: None) -> None:
+    """At once, and while it is still referred to: the next one finds it free."""
+    import torch
+
+    if device == "cpu":
+        pytest.skip("needs a GPU")
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    llm = LLM(tiny_folder(), device=device, gpu_memory_utilization=0.02, max_num_seqs=8)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    cache = llm.plan.cache_bytes
+    assert torch.cuda.memory_allocated(device) - before > 0.9 * cache
+    llm.close()
+    assert torch.cuda.memory_allocated(device) - before < 0.1 * cache

