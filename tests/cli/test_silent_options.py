@@ -95,6 +95,7 @@ def other_value(kind: Any, written: commands.Parameter, default: Any, folder: Pa
     return str(folder / f"{len(list(folder.iterdir()))}.png") if written.read is not None or inner is Path else "probe"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", VERBS)
 def test_every_option_comes_from_the_environment_and_the_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

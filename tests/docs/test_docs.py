@@ -24,6 +24,7 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "block",
     [pytest.param(block, id=block.name, marks=[] if block.is_quick else [pytest.mark.full]) for block in CODE],

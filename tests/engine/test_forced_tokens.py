@@ -122,6 +122,7 @@ def scores(request: Request) -> list[Any]:
     return [(entry.token_id, entry.rank, [token for token, _ in entry.top]) for entry in entries]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ENGINES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

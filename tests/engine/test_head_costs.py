@@ -106,6 +106,7 @@ def speed(num_sequences: int, chance: float, patch: pytest.MonkeyPatch) -> float
     return ROUNDS * plain_seconds / clock.now
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("chance", [0.0, 0.4, 0.6])
 def test_an_engine_with_a_head_is_never_much_slower(

@@ -98,6 +98,7 @@ def expected(name: str, kernels: str) -> list[Any]:
         return workload(llm)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -110,6 +111,7 @@ def test_two_ranks_give_the_bits_of_one(name: str) -> None:
         assert workload(llm) == expected(name, "native")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "q4_k_m", "deepseek2", "olmo2"])
 def test_four_ranks_give_the_bits_of_one(name: str) -> None:
     with make_llm(name, 4, kernels="native") as llm:

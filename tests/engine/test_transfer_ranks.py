@@ -66,6 +66,7 @@ def fetched(prefill: Running, decode: Running) -> tuple[int, Any, int]:
     return (found.num_blocks, *decode.generate(prompt()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @needs_ranks
 @pytest.mark.parametrize(

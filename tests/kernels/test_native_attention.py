@@ -61,6 +61,7 @@ def test_decode_over_any_context(isa: str, context: int) -> None:
     np.testing.assert_allclose(result, attend(ReferenceKernels(), query, shape, segments, storage), **TOLERANCE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])

@@ -189,6 +189,7 @@ def test_shared_blocks_are_read_for_everyone() -> None:
     assert changed == [i != loner for i in range(4)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)

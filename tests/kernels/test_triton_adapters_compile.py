@@ -36,6 +36,7 @@ def compiled(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
     return triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [16, 64])
 @pytest.mark.parametrize("rows", [adapters.FEWEST_ROWS, adapters.MOST_ROWS])
 def test_shrink_compiles(rows: int, width: int) -> None:
@@ -48,6 +49,7 @@ def test_shrink_compiles(rows: int, width: int) -> None:
     assert found.metadata.shared <= SHARED_MEMORY
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("activation", [adapters.NO_ACTIVATION, ACTIVATIONS["silu"]])
 @pytest.mark.parametrize("rows", [adapters.FEWEST_ROWS, adapters.MOST_ROWS])
 @pytest.mark.parametrize("values", ["*bf16", "*fp32"])  # y is f32 before an activation of deterministic mode

@@ -241,6 +241,7 @@ CASES["rows in FP8"] = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
@@ -281,6 +282,7 @@ def compiled_product(
     return compiled.asm["ptx"], compiled.metadata.shared
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "outputs", "depth", "gated"),

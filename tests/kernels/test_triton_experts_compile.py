@@ -73,6 +73,7 @@ def test_products_of_one_token_and_words_compile() -> None:
     assert "ptx" in compiled(expert_words.down_words_kernel, down, tile.warps, **kinds).asm
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize(("first", "gated"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("kind", SIZES)

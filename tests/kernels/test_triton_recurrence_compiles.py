@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]

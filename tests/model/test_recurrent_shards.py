@@ -52,6 +52,7 @@ def expected(name: str) -> list[Any]:
         return workload(llm)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @needs_ranks
 @pytest.mark.parametrize("name", ["lfm2", "lfm3", "qwen3next", "qwen35", "falcon_h1", "nemotron_h"])

@@ -74,6 +74,7 @@ BOMBS: dict[str, tuple[str, dict[str, Any], set[int]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_answered_and_others_are_served(server: RunningServer, victim_time: Any, name: str) -> None:
@@ -108,6 +109,7 @@ def test_a_grammar_that_was_refused_does_not_harm_later_ones(server: RunningServ
         assert reply.json()["choices"][0]["text"] in ("once", "upon")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("template", HOSTILE_TEMPLATES)
 def test_a_hostile_template_costs_its_own_request_only(template: str) -> None:

@@ -186,6 +186,7 @@ def test_work_is_done_once_a_frame(browser: Any, server: RunningServer) -> None:
         assert count == [0, 1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_axe_finds_nothing(browser: Any, server: RunningServer, viewport: dict[str, int], scheme: str) -> None:

@@ -184,6 +184,7 @@ def acts_on(path: str, ignored: list[Probe], observe: Observe) -> list[str]:
     return [probe.name for probe in ignored if verdict(probe, path, observe) == "seen"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.full
 @pytest.mark.parametrize("path", [path for path in ENDPOINTS if path not in OF_CLASSIFIERS])
 def test_no_field_is_ignored_in_silence(path: str, observe: Observe) -> None:

@@ -243,6 +243,7 @@ def reader_of(name: str, is_certain: bool = False) -> Callable[[], AnswerReader]
     return lambda: kind().reader(TOOLS, is_certain)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "head", "repeated"), CASES)
 def test_work_of_tool_readers_is_linear(name: str, head: str, repeated: str, work: Work) -> None:
