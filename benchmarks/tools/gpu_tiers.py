@@ -120,6 +120,8 @@ def main() -> int:
         **device, "block_size": size, "max_model_len": options.tokens + 4 * size, "max_num_seqs": 2 * OTHERS,
         "num_blocks": each + each // 4 + OTHERS * 10,  # one prompt, and the others
     }  # fmt: skip
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bifolio-tiers-", dir=options.folder))
     kinds: dict[str, dict[str, Any]] = {
         "memory": {"kv_offload": "12GB" if not options.tiny else "64MB"},
