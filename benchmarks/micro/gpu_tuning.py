@@ -181,7 +181,8 @@ def _random_cache(
 
 def tune_prefill(heads: int, kv_heads: int, dim: int, sequences: int, length: int) -> dict[str, Any]:
     """TFLOP/s of prefill attention: torch's (cuDNN), our own over fresh keys, our own over the cache."""
-    from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
+    from bifolio.kernels.triton.prefill import cudnn_attention, prefill_attention, tile_rows
+    from bifolio.kernels.triton.query_tiles import cut_queries
 
     shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
     storage, tables = _random_cache(1, kv_heads, dim, sequences, -(-length // 64), 64, "cuda")

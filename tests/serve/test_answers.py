@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bifolio.serve.http.generation import Answer, Piece
+from bifolio.serve.http.generation import Piece
+from bifolio.serve.http.whole_answers import Answer
 
 
 class Counted(str):

@@ -31,14 +31,13 @@ from bifolio.kernels.triton.long_attention import (
     warm_up_long,
 )
 from bifolio.kernels.triton.prefill import (
-    QueryTiles,
     cudnn_attention,
-    cut_queries,
     fixed_rows,
     prefill_attention,
     tile_rows,
     uses_cudnn,
 )
+from bifolio.kernels.triton.query_tiles import QueryTiles, cut_queries
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
 from bifolio.kernels.triton.tiles import prefill_tile, product_dtype

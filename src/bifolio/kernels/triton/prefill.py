@@ -3,21 +3,16 @@
 
 It is causal, or bidirectional over whole texts.
 
-    queries  |<- sequence 0 ->|<--- sequence 1 --->|<- 2 ->|
-    tiles    |<- 0 ->|<- 1 ->||<- 2 ->|<- 3 ->|<-4->|<- 5 ->|     a tile never spans two sequences
-
-Each program computes one tile of one head's queries over their visible keys, first the whole tiles that need no mask,
-then those on the diagonal. In deterministic mode it does so for each piece of `FIXED_PIECE` tokens, and merges the
-pieces as decode attention does: a token gets the same bits in both phases. Several sequences of equal length without a
-prefix use torch's attention (cuDNN), which is faster, and so do long sequences (`long_attention`).
+Each program computes one tile (`query_tiles`) of one head's queries over their visible keys, first the whole tiles that
+need no mask, then those on the diagonal. In deterministic mode it does so for each piece of `FIXED_PIECE` tokens, and
+merges the pieces as decode attention does: a token gets the same bits in both phases. Several sequences of equal length
+without a prefix use torch's attention (cuDNN), which is faster, and so do long sequences (`long_attention`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
@@ -25,7 +20,7 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
-from bifolio.kernels.torch_arrays import upload
+from bifolio.kernels.triton.query_tiles import QueryTiles
 from bifolio.kernels.triton.split_kv import FIXED_PIECE
 from bifolio.kernels.triton.tiles import (
     in_product_type,
@@ -39,40 +34,6 @@ from bifolio.kernels.triton.tiles import (
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
-    """The queries of each program."""
-
-    sequence: torch.Tensor  # i32[n]
-    first: torch.Tensor  # i32[n]  first query of the tile, relative to the sequence's first
-    query_starts: torch.Tensor  # i32[s + 1]
-    context_lens: torch.Tensor  # i32[s]
-    table_rows: torch.Tensor  # i32[s]  row of each sequence in the block tables
-
-
-def cut_queries(segment: AttentionSegment, tile: int, device: str, skipped: list[int] | None = None) -> QueryTiles:
-    """Tiles of a segment, in order of sequences: the work of a program is bounded by its context.
-
-    `skipped`: sequences without tiles.
-    """
-    starts = _host(segment.query_starts)
-    counts = -(-np.diff(starts) // tile)
-    if skipped:
-        counts[skipped] = 0
-    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    before = np.concatenate([[0], np.cumsum(counts)])[:-1]
-    first = (np.arange(len(owner)) - before[owner]) * tile
-    contexts = _host(segment.context_lens)
-    rows = np.arange(len(contexts))
-    packed = np.concatenate([owner, first, starts, contexts, rows]).astype(np.int32)  # one copy to the device
-    sizes = [len(owner), len(owner), len(starts), len(contexts), len(rows)]
-    return QueryTiles(*torch.split(upload(packed, device), sizes))
-
-
-def _host(values: Any) -> np.ndarray:
-    return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
 @triton.jit(

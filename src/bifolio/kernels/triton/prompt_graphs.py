@@ -37,7 +37,7 @@ from bifolio.kernels.triton.adapter_slots import AdapterSlots, Layout, StagedAda
 from bifolio.kernels.triton.cuda_graphs import GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.lazy_fusion import tensor
-from bifolio.kernels.triton.prefill import QueryTiles
+from bifolio.kernels.triton.query_tiles import QueryTiles, tiles_of
 from bifolio.kernels.triton.scan_plan import PlanSizes, StagedStates
 from bifolio.kernels.triton.split_kv import Pieces
 
@@ -270,15 +270,6 @@ def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) ->
     if step.plan is not None and batch.states is not None:
         parts.append(step.plan.words(batch.states))
     return np.concatenate(parts).astype(np.int32)
-
-
-def tiles_of(lengths: np.ndarray, rows: int, most: int, empty: int) -> list[np.ndarray]:
-    """[sequence i64[most], first query i64[most]] of tiles of so many rows; unused ones belong to sequence `empty`."""
-    counts = -(-lengths // rows)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
-    unused = np.zeros(most - len(owner), dtype=np.int64)
-    return [np.concatenate([owner, unused + empty]), np.concatenate([first, unused])]
 
 
 @triton.jit(

@@ -28,8 +28,8 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.cuda_graphs import GraphKernels, GraphRecorder
 from bifolio.kernels.triton.lazy_fusion import tensor
-from bifolio.kernels.triton.prefill import QueryTiles
-from bifolio.kernels.triton.prompt_graphs import Sizes, tiles_of
+from bifolio.kernels.triton.prompt_graphs import Sizes
+from bifolio.kernels.triton.query_tiles import QueryTiles, tiles_of
 
 # Steps by fours of a power of two: little padding.
 ON_GPU = Sizes((16, 32, 64, 128, *(share << bits for bits in range(6, 12) for share in (4, 5, 6, 7)), 16384), 256)

@@ -12,8 +12,9 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError
 from bifolio.serve.http.events import Event
 from bifolio.serve.http.exchange import OPENAI_EVENTS, Framing, send_events, send_json
-from bifolio.serve.http.generation import Job, Run, Whole, collect
+from bifolio.serve.http.generation import Job, Run
 from bifolio.serve.http.transfer_fields import asked_address, transfer_params
+from bifolio.serve.http.whole_answers import Whole, collect
 from bifolio.serve.protocols.openai_answers import ChatCompletion, Completion, Usage
 
 logger = logging.getLogger("bifolio.http")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
@@ -20,90 +21,112 @@ def control(
     llm: LLM, thread: EngineThread, stream: WeightStream, message: m.Control, send: Callable[[m.FromEngine], None]
 ) -> None:
     """Run a control message; new weights are read and prepared while the engine goes on."""
+    WeightControl(llm, thread, stream, message, send).run()
 
-    def done(engine: InferenceEngine) -> None:
-        send(m.Controlled(message.id, engine.weight_version, bool(engine.asleep)))
 
-    def refuse(error: Exception) -> None:
-        send(m.Refused(message.id, FaultKind.INVALID_REQUEST, str(error)))
+@dataclass(frozen=True, slots=True)
+class WeightControl:
+    """One control message. Work on the engine is posted to its thread; work beside it has a thread of its own."""
 
-    def pause(engine: InferenceEngine) -> None:
-        if message.aborts:
-            engine.abort_all()
-            thread.deliver()
-        thread.is_paused = True
-        done(engine)
+    llm: LLM
+    thread: EngineThread
+    stream: WeightStream
+    message: m.Control
+    send: Callable[[m.FromEngine], None]
 
-    def resume(engine: InferenceEngine) -> None:
-        if engine.asleep:
-            refuse(ConfigError("the engine sleeps: call /wake_up"))
-            return
-        thread.is_paused = False
-        done(engine)
-
-    def reset(engine: InferenceEngine) -> None:
-        engine.blocks.drop_cached()
-        done(engine)
-
-    def take() -> None:
-        if stream.has_tensors:
-            update(stream.taken)
+    def run(self) -> None:
+        beside = {"update": self._update, "wake": self._wake, "take": self._take}
+        talks = {"join": self._join, "expect": self._expect, "leave": self.stream.leave}
+        between = {"pause": self._pause, "resume": self._resume, "sleep": self._sleep, "reset": self._reset}
+        verb = self.message.verb
+        if verb in beside:
+            threading.Thread(target=beside[verb], name="bifolio-weights", daemon=True).start()
+        elif verb in talks:
+            self._then_post(talks[verb], self._done)
         else:
-            thread.post(done)
+            self.thread.post(between.get(verb, self._done))  # "look" has its answer in it
 
-    def update(source: Callable[[], Source] = lambda: message.path) -> None:
-        try:
-            model = updated_model(llm.model, source())
-            prepared = prepare(model.weights, llm.engine.runner.kernels)
-            thread.call(lambda engine: llm.exchange(model, prepared)).result()
-        except (BifolioError, OSError) as error:
-            refuse(error)
-        else:
-            thread.post(done)
+    def _done(self, engine: InferenceEngine) -> None:
+        self.send(m.Controlled(self.message.id, engine.weight_version, bool(engine.asleep)))
 
-    def sleep(engine: InferenceEngine) -> None:
-        try:
-            check_can_sleep(engine)
-            if message.aborts:
-                engine.abort_all()
-                thread.deliver()
-            fall_asleep(engine, message.level)
-        except BifolioError as error:
-            refuse(error)
-            return
-        thread.is_paused = True
-        done(engine)
+    def _refuse(self, error: Exception) -> None:
+        self.send(m.Refused(self.message.id, FaultKind.INVALID_REQUEST, str(error)))
 
-    def wake_up() -> None:
-        try:
-            checked_tags(message.tags)
-            weights = llm.awake_weights(message.tags)  # prepared beside the engine
-            thread.call(lambda engine: wake(engine, message.tags, weights)).result()
-        except (BifolioError, OSError) as error:
-            refuse(error)
-        else:
-            thread.post(awake)
-
-    def awake(engine: InferenceEngine) -> None:
-        thread.is_paused = thread.is_paused and bool(engine.asleep)
-        done(engine)
-
-    def communicate(work: Callable[[], None]) -> None:
+    def _then_post(self, work: Callable[[], object], after: Callable[[InferenceEngine], None]) -> None:
+        """Do the work here, then go on between two steps; an error is the answer."""
         try:
             work()
-        except BifolioError as error:
-            refuse(error)
+        except (BifolioError, OSError) as error:
+            self._refuse(error)
         else:
-            thread.post(done)
+            self.thread.post(after)
 
-    if message.verb in ("update", "wake", "take"):
-        work = {"update": update, "wake": wake_up, "take": take}[message.verb]
-        threading.Thread(target=work, name="bifolio-weights", daemon=True).start()
-    elif message.verb == "join":
-        communicate(lambda: stream.join(message.host, message.port, message.world_size))
-    elif message.verb == "expect":
-        communicate(lambda: stream.expect(message.name, message.dtype, message.shape))
-    elif message.verb == "leave":
-        communicate(stream.leave)
-    else:
-        thread.post({"pause": pause, "resume": resume, "reset": reset, "sleep": sleep, "look": done}[message.verb])
+    # -- between two steps --------------------------------------------------------------------------------------------
+    def _pause(self, engine: InferenceEngine) -> None:
+        self._abort(engine)
+        self.thread.is_paused = True
+        self._done(engine)
+
+    def _resume(self, engine: InferenceEngine) -> None:
+        if engine.asleep:
+            self._refuse(ConfigError("the engine sleeps: call /wake_up"))
+            return
+        self.thread.is_paused = False
+        self._done(engine)
+
+    def _reset(self, engine: InferenceEngine) -> None:
+        engine.blocks.drop_cached()
+        self._done(engine)
+
+    def _sleep(self, engine: InferenceEngine) -> None:
+        try:
+            check_can_sleep(engine)
+            self._abort(engine)
+            fall_asleep(engine, self.message.level)
+        except BifolioError as error:
+            self._refuse(error)
+            return
+        self.thread.is_paused = True
+        self._done(engine)
+
+    def _abort(self, engine: InferenceEngine) -> None:
+        if self.message.aborts:
+            engine.abort_all()
+            self.thread.deliver()
+
+    def _awake(self, engine: InferenceEngine) -> None:
+        self.thread.is_paused = self.thread.is_paused and bool(engine.asleep)
+        self._done(engine)
+
+    # -- beside the engine --------------------------------------------------------------------------------------------
+    def _update(self) -> None:
+        self._then_post(lambda: self._exchange(self.message.path), self._done)
+
+    def _take(self) -> None:
+        """Put the tensors of the stream in place; without any there is nothing to do."""
+        if self.stream.has_tensors:
+            self._then_post(lambda: self._exchange(self.stream.taken()), self._done)
+        else:
+            self.thread.post(self._done)
+
+    def _exchange(self, source: Source) -> None:
+        llm = self.llm
+        model = updated_model(llm.model, source)
+        prepared = prepare(model.weights, llm.engine.runner.kernels)
+        self.thread.call(lambda engine: llm.exchange(model, prepared)).result()
+
+    def _wake(self) -> None:
+        self._then_post(self._load_and_wake, self._awake)
+
+    def _load_and_wake(self) -> None:
+        tags = self.message.tags
+        checked_tags(tags)
+        weights = self.llm.awake_weights(tags)
+        self.thread.call(lambda engine: wake(engine, tags, weights)).result()
+
+    # -- the trainer's communicator -----------------------------------------------------------------------------------
+    def _join(self) -> None:
+        self.stream.join(self.message.host, self.message.port, self.message.world_size)
+
+    def _expect(self) -> None:
+        self.stream.expect(self.message.name, self.message.dtype, self.message.shape)

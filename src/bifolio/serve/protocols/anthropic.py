@@ -13,10 +13,11 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, bad_request
 from bifolio.serve.http.events import Event
 from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
-from bifolio.serve.http.generation import Job, Run, Whole
+from bifolio.serve.http.generation import Job, Run
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.tools import plan_tools
 from bifolio.serve.http.turn import Turn, chat_tokens, prepare
+from bifolio.serve.http.whole_answers import Whole
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.anthropic_types import (
     AnthropicMessage,

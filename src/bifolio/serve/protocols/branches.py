@@ -20,11 +20,12 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, api_error, bad_request
 from bifolio.serve.http.events import Event
 from bifolio.serve.http.exchange import decode, read_body, send_json
-from bifolio.serve.http.generation import Job, Run, Whole
+from bifolio.serve.http.generation import Job, Run
 from bifolio.serve.http.running import run_call, tenant_of, unless_gone
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.http.tools import ToolPlan
 from bifolio.serve.http.turn import chat_tokens
+from bifolio.serve.http.whole_answers import Whole
 from bifolio.serve.protocols import branch_types as t
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.common import RouteRow

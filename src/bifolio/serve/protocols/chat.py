@@ -12,11 +12,12 @@ import msgspec
 from bifolio.serve.http.auth import Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.events import Event, TextEvents
-from bifolio.serve.http.generation import Answer, Job, Piece, Run, Scores, Whole
+from bifolio.serve.http.generation import Job, Piece, Run, Scores
 from bifolio.serve.http.token_text import TokenTexts
 from bifolio.serve.http.tools import new_call_id
 from bifolio.serve.http.turn import Turn
 from bifolio.serve.http.turn import prepare as prepare_turn
+from bifolio.serve.http.whole_answers import Answer, Whole
 from bifolio.serve.protocols.completions import LOWEST
 from bifolio.serve.protocols.openai_answers import (
     CalledFunction,

@@ -15,9 +15,10 @@ from bifolio.serve.http.auth import Tenant
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, bad_request
 from bifolio.serve.http.events import Event, TextEvents
-from bifolio.serve.http.generation import Answer, Job, News, Piece, Run, Scores, Whole
+from bifolio.serve.http.generation import Job, News, Piece, Run, Scores
 from bifolio.serve.http.sampling import ending_at, engine_params, resolve_strings
 from bifolio.serve.http.token_text import TokenTexts
+from bifolio.serve.http.whole_answers import Answer, Whole
 from bifolio.serve.protocols.openai_answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from bifolio.serve.protocols.openai_types import CompletionRequest
 from bifolio.serve.views.steps import watched_steps

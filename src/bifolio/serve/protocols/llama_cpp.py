@@ -15,10 +15,11 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import bad_request
 from bifolio.serve.http.events import Event, encode_json_event
 from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
-from bifolio.serve.http.generation import Answer, Job, Run, Whole
+from bifolio.serve.http.generation import Job, Run
 from bifolio.serve.http.images import MEDIA, media_prompt
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.sampling import request_defaults
+from bifolio.serve.http.whole_answers import Answer, Whole
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.adapters import named, names_by_id
 from bifolio.serve.protocols.common import RouteRow, given, refuse_others

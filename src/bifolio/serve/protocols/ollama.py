@@ -17,9 +17,10 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import bad_request
 from bifolio.serve.http.events import Event
 from bifolio.serve.http.exchange import Framing, decode, read_body, send_json
-from bifolio.serve.http.generation import Job, Run, Scores, Whole
+from bifolio.serve.http.generation import Job, Run, Scores
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.turn import Turn, prepare
+from bifolio.serve.http.whole_answers import Whole
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.chat import token_logprobs
 from bifolio.serve.protocols.common import RouteRow, given, json_line, refuse_others

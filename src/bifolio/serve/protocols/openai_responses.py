@@ -22,9 +22,10 @@ from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, bad_request
 from bifolio.serve.http.events import Event
 from bifolio.serve.http.exchange import SSE_HEADERS, Framing, decode, read_body, send_json
-from bifolio.serve.http.generation import Job, Run, Whole
+from bifolio.serve.http.generation import Job, Run
 from bifolio.serve.http.running import run_call, tenant_of
 from bifolio.serve.http.turn import History, Turn, prepare
+from bifolio.serve.http.whole_answers import Whole
 from bifolio.serve.protocols import openai_types as p
 from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
 from bifolio.serve.protocols.openai_answers import Usage
