@@ -92,15 +92,16 @@ class OptionValues:
 
     def take(self, names: Sequence[str], read: Callable[[str], Any], several: bool) -> Any:
         """The value of the option with these names, read as the command line reads it; None where there is none."""
-        key = _key(max(names, key=len))
-        self._known.add(key)
-        variable = "BIFOLIO_" + key.upper()
-        if variable in self._environment and key not in NO_VARIABLE:
-            text = self._environment[variable]
-            return self._read(text.split(",") if several else text, read, several, variable)
+        keys = [_key(name) for name in names if name.startswith("--")] or [_key(max(names, key=len))]
+        self._known.update(keys)
+        for variable in ("BIFOLIO_" + key.upper() for key in keys if key not in NO_VARIABLE):
+            if variable in self._environment:
+                text = self._environment[variable]
+                return self._read(text.split(",") if several else text, read, several, variable)
         for values in (self._own, self._shared):
-            if key in values:
-                return self._read(values[key], read, several, f"{key} in {config_path()}")
+            for key in keys:
+                if key in values:
+                    return self._read(values[key], read, several, f"{key} in {config_path()}")
         return None
 
     def check_all_used(self) -> None:

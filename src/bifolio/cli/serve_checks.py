@@ -60,4 +60,4 @@ def written(options: Any, name: str) -> str:
     """The option of a field, as it is written on the command line."""
     parameter = next(each for each in commands.fields_of(type(options)) if each.name == name)
     names = commands.notes_of(parameter)[1].names
-    return max(names, key=len) if names else "--" + name.replace("_", "-")
+    return next((each for each in names if each.startswith("--")), "--" + name.replace("_", "-"))
