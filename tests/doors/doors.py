@@ -326,7 +326,7 @@ class Door:
 @contextmanager
 def opened_llm(path: Path, **options: Any) -> Iterator[LlmEntry]:
     """An LLM that leaves no blocks, states, threads or processes when it is closed, and answers no call then."""
-    threads, children = set(threading.enumerate()), set(child_processes())
+    threads, children = own_threads(), set(child_processes())
     llm = LLM(path, **options)
     try:
         yield LlmEntry(llm)
@@ -337,8 +337,13 @@ def opened_llm(path: Path, **options: Any) -> Iterator[LlmEntry]:
         llm.close()
     with pytest.raises(EngineDeadError):
         llm.generate([[5, 6, 7]])
-    assert set(threading.enumerate()) <= threads
+    assert own_threads() <= threads
     assert set(child_processes()) <= children
+
+
+def own_threads() -> set[threading.Thread]:
+    """All but the monitor that the first progress bar of a process starts."""
+    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
 
 
 def child_processes() -> list[int]:
