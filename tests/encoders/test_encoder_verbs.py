@@ -72,3 +72,29 @@ def test_inspect_says_that_attention_has_both_directions() -> None:
     shown = run("inspect", folder()).stdout
     assert "in both directions" in shown
     assert "of others" not in shown
+
+
+def test_verbs_for_models_that_generate_refuse_an_encoder_in_one_line(texts: str, tmp_path: Path) -> None:
+    """And write nothing."""
+    model, target = folder(), tmp_path / "target"
+    words = {
+        "no language head": [
+            ["profile", "-m", model],
+            ["train", "--lora", model, "--data", texts, "--output", str(target)],
+            ["train", "--eagle", model, "--data", texts, "--output", str(target)],
+            ["generate", "hi", "-m", model],
+            ["eval", "-m", model, texts],
+        ],
+        "encoders cannot be written as GGUF files": [["quantize", model, str(target), "-f", "q8_0"]],
+        "LanguageModel holds decoders": [
+            ["train", "--data", texts, "--teacher", model, "--steps", "1", "--output", str(target)]
+        ],
+    }
+    for sentence, calls in words.items():
+        for call in calls:
+            try:
+                output = run(*call).output
+            except BifolioError as error:  # which the command prints in one line
+                output = str(error)
+            assert sentence in output, (call, output)
+    assert not target.exists()

@@ -80,6 +80,8 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
+        if not config.language_head:
+            raise ConfigError(f"LanguageModel holds decoders, and {config.architecture} is an encoder: use bifolio.LLM")
         beside = config.moe is not None and (config.moe.beside_mlp or config.moe.expert_bias)
         mixed = config.moe is not None and config.recurrent is not None
         if beside or mixed or config.mla is not None or config.sinks:

@@ -64,7 +64,7 @@ class RequestFactory:
         if isinstance(own, PoolingParams):
             return self._pooled_request(request_id, known, own, options)
         params = own.sampling if isinstance(own, BeamSearchParams) else own
-        self._check_generates()
+        self._model.check_generates()
         self._check(request_id, known, params)
         if options.get("images") and not self._reads_images:
             raise RequestError(TEXT_ONLY if self._model.vision is None else ONE_PROCESS)
@@ -115,13 +115,6 @@ class RequestFactory:
         )
         self._add_sequences(request, 1)
         return request
-
-    def _check_generates(self) -> None:
-        if not self._model.config.language_head:
-            raise RequestError(
-                f"{self._model.path.name} generates no text, because it has no language head: ask it for "
-                f"{'vectors (embed)' if self._model.pooling.head is None else 'scores (classify or score)'}"
-            )
 
     def _add_beams(self, request: Request, params: BeamSearchParams) -> None:
         """Add a beam search and its sequences, which have no parent: the search decides on forks."""

@@ -137,6 +137,7 @@ class StepClock:
 
     def attach(self, engine: InferenceEngine) -> None:
         """Time the calls of this engine's step; other engines are unchanged."""
+        engine.model.check_generates()
         for linear, part in products_of(engine.runner.weights):
             self._parts |= {id(each): part for each in (linear, linear.prepared) if each is not None}
         for attribute, parts in HOOKS.items():

@@ -86,6 +86,14 @@ class TextModel:
             )
         return self.infill
 
+    def check_generates(self) -> None:
+        """Raise RequestError for an encoder."""
+        if not self.config.language_head:
+            raise RequestError(
+                f"{self.path.name} generates no text, because it has no language head: ask it for "
+                f"{'vectors (embed)' if self.pooling.head is None else 'scores (classify or score)'}"
+            )
+
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(f"{self.path} has no tokenizer: pass prompts as lists of token ids")

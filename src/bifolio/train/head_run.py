@@ -81,6 +81,7 @@ def train_head(
             f"the folder {folder} holds a model already: replace it with --force, or choose another --output"
         )
     target = load_model(settings.target)
+    target.check_generates()
     check(target)
     torch.manual_seed(settings.seed)
     if settings.threads is not None:

@@ -146,6 +146,7 @@ def train_lora(settings: LoraSettings, progress: Progress | None = None) -> Head
     if (folder / "config.json").exists() or (not settings.force and (folder / CONFIG).exists()):
         raise ConfigError(f"the folder {folder} holds a model or an adapter: pass another --output, or --force")
     target = load_model(settings.target)
+    target.check_generates()
     torch.manual_seed(settings.seed)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
