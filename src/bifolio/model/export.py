@@ -108,6 +108,11 @@ class NamedTensor:
 
 def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: bool) -> Iterator[NamedTensor]:
     """Yield every tensor once, layer by layer. `interleaved`: the file uses rope on neighbouring pairs."""
+    if not weights.config.language_head:
+        raise UnsupportedModelError(
+            "encoders are not written to folders and GGUF files: use the folder as it is, or a file that llama.cpp's "
+            "converter has made"
+        )
     found = _network(weights, names, interleaved)
     return found if weights.config.norm_weight else (tensor for tensor in found if tensor.kind != "norm")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.errors import ModelFileError
 from bifolio.kernels.cpu import SEARCHED_FORMATS, encoded, quickly_converted
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
@@ -87,11 +87,6 @@ def write_gguf(
 
     path = Path(path)
     config = model.config
-    if not config.language_head:
-        raise UnsupportedModelError(
-            f"{model.path.name} is an encoder, and encoders cannot be written as GGUF files: use its folder, or a file "
-            "that llama.cpp's converter has made"
-        )
     family = family_of(config)
     interleaved = family.gguf_interleaved or config.rope_interleaved
     mix = format if isinstance(format, Mix) else MIXES[format.name.lower()]
