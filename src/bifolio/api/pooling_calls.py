@@ -139,18 +139,15 @@ class PoolingCalls:
     def _finish_pooled(
         self, parts: Iterator[list[EncodedText]], params: PoolingParams, count: int, use_tqdm: bool | None
     ) -> list[Request]:
-        """Finished requests of all texts. The next texts are encoded while those before them are computed."""
+        """Finished requests of all texts. Few texts are encoded here: another thread would wait for a processor."""
         requests: list[Request] = []
         try:
             with no_garbage_collection():  # all requests stay until the end: the collector finds nothing to free
-                with ThreadPoolExecutor(1, thread_name_prefix="bifolio-tokenize") as encoder:
-                    coming: Future[list[EncodedText] | None] = encoder.submit(next, parts, None)
-                    while (texts := coming.result()) is not None:
-                        coming = encoder.submit(next, parts, None)
+                if count <= AT_ONCE:
+                    for texts in parts:
                         requests += self._shared.add_pooled(texts, params)
-                        self._shared.step()  # a device computes while more texts are added
-                        while not coming.done() and self._shared.engine.has_work:
-                            self._shared.step()
+                else:
+                    self._add_in_turns(parts, params, requests)
                 self._shared.finish(requests, show_progress(use_tqdm, count))
         except BaseException:
             self._shared.abort(requests)
@@ -159,6 +156,17 @@ class PoolingCalls:
             if request.error is not None:
                 raise ModelOutputError(request.error)
         return requests
+
+    def _add_in_turns(self, parts: Iterator[list[EncodedText]], params: PoolingParams, requests: list[Request]) -> None:
+        """Append the requests of all texts. The next texts are encoded while those before them are computed."""
+        with ThreadPoolExecutor(1, thread_name_prefix="bifolio-tokenize") as encoder:
+            coming: Future[list[EncodedText] | None] = encoder.submit(next, parts, None)
+            while (texts := coming.result()) is not None:
+                coming = encoder.submit(next, parts, None)
+                requests += self._shared.add_pooled(texts, params)
+                self._shared.step()  # a device computes while more texts are added
+                while not coming.done() and self._shared.engine.has_work:
+                    self._shared.step()
 
 
 def _parts(items: list[Item]) -> Iterator[list[Item]]:
