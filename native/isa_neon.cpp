@@ -81,7 +81,8 @@ static inline void load_columns(const uint16_t* w, int64_t k, float32x4_t column
 }
 
 // Weights for few rows: four values of k at a time, each panel's sums in registers. Half of the columns lack a
-// factor of 2^112: activations get 2^56 of it and the sums the rest at the end, so that both stay in the range of floats.
+// factor of 2^112: activations get 2^56 of it and the sums the rest at the end, so that both stay in the range of floats:
+// with activations between 1e-18 and 1e21. Beyond, F16 weights give a few rows other bits than many rows.
 constexpr float kHalfOfUnit = 7.205759403792794e16f;  // 2^56
 
 #include "kernels/neon_halves.h"
