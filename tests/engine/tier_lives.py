@@ -11,6 +11,7 @@ PYTHONPATH=tests:tests/engine python -m tier_lives --lives 10000
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -333,6 +334,7 @@ def in_a_process(body: Callable[[Callable[[str], None]], None]) -> tuple[int, in
         os.close(writer)
         return process, reader
     os.close(reader)
+    faulthandler.dump_traceback_later(LONGEST_SECONDS - 10, file=2)  # where a life hangs
     try:
         body(lambda line: _write(writer, line))
         _write(writer, "done")
