@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 import threading
 from array import array
 from operator import methodcaller
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import msgspec
@@ -35,30 +38,37 @@ class Encoding(array):  # type: ignore[type-arg]
 
 @pytest.mark.full
 def test_no_thread_allocates_between_the_objects_of_token_ids() -> None:
-    """Small objects between them would keep their pages with the process; another thread sees none of them."""
+    """Small objects between them would keep their pages with the process; another thread sees none of them.
+
+    In a process of its own: with Python 3.12 filelock, which transformers imports, adds an audit hook, and threads
+    switch wherever one runs.
+    """
+    code = "import test_long_texts; test_long_texts.watch_token_ids()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def watch_token_ids() -> None:
+    """Fail if another thread sees the objects of a text's token ids."""
     encoding = Encoding("i", range(1000, 201_000))
     backend = SimpleNamespace(get_vocab_size=lambda with_added_tokens: 0, encode_batch=lambda *_, **__: [encoding])
-    tokenizer, stop, seen, rounds = Tokenizer(backend), threading.Event(), [0], []
+    tokenizer, stop, seen = Tokenizer(backend), threading.Event(), [0]
 
     def work() -> None:
         while not stop.is_set():
             seen[0] = max(seen[0], sys.getallocatedblocks())
 
-    before, interval = sys.getallocatedblocks(), sys.getswitchinterval()
+    before = sys.getallocatedblocks()
     thread = threading.Thread(target=work)
     sys.setswitchinterval(1e-6)
+    thread.start()
     try:
-        thread.start()
         for _ in range(8):
-            seen[0] = 0
             assert len(tokenizer.encode_packed("")) == len(encoding)
-            rounds.append(seen[0])
     finally:
         stop.set()
         thread.join()
-        sys.setswitchinterval(interval)
-    assert before <= max(rounds)
-    assert sum(most > before + len(encoding) // 2 for most in rounds) <= 1  # of a signal, or the collector
+    assert before <= seen[0] < before + len(encoding) // 2
 
 
 @pytest.mark.full
