@@ -8,7 +8,8 @@ A test is quick by itself. One that takes half a second or more, starts processe
 transformers (seconds to import) or searches at random is marked `@pytest.mark.full`.
 
 Of each `k` neighbouring cases of a test marked `@pytest.mark.sampled(k)` a run takes one, by a seed that it prints; the
-others are slow. `BIFOLIO_TEST_SEED` repeats a choice; `--every-case`, the name of a test or `-k` leave nothing out.
+others are slow. Of a test with many cases and no mark it takes one of two. `BIFOLIO_TEST_SEED` repeats a choice;
+`--every-case`, the name of a test or `-k` leave nothing out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Collected:
 
 COLLECTED = pytest.StashKey[Collected]()
 MOST_WORKERS = 8  # each of them collects all tests
+MANY_CASES = 12
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the package `benchmarks`, which is not installed
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
@@ -113,14 +115,16 @@ def samples_cases(config: pytest.Config) -> bool:
 
 
 def leave_cases_out(items: list[pytest.Item], seed: str) -> None:
-    """Mark as slow all but one of each few neighbouring cases of a sampled test."""
+    """Mark as slow all but one of each few neighbouring cases of a sampled test, or of one with many cases."""
     groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     counts: Counter[str] = Counter()
-    for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is not None and item.get_closest_marker("slow") is None:
-            test = item.nodeid.partition("[")[0]
-            groups[test, counts[test] // mark.args[0]].append(item)
+    own = [item for item in items if item.get_closest_marker("slow") is None]
+    totals = Counter(item.nodeid.partition("[")[0] for item in own)
+    for item in own:
+        mark, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
+        share = mark.args[0] if mark is not None else 2 if totals[test] >= MANY_CASES else 1
+        if share > 1:
+            groups[test, counts[test] // share].append(item)
             counts[test] += 1
     for (test, group), cases in groups.items():
         chosen = random.Random(f"{seed}/{test}/{group}").choice(cases)

@@ -90,3 +90,8 @@ def test_a_run_takes_one_of_each_few_cases_by_its_seed(pytestconfig: pytest.Conf
     chosen = [taken(str(seed)) for seed in range(50)]
     assert {len(names) for names in chosen} == {3 + 1}
     assert {name for names in chosen for name in names} == {f"test_a[{number}]" for number in range(8)} | {"test_b[0]"}
+    many = [StandInCase(f"test_c[{number}]") for number in range(12)] + [StandInCase(f"test_d[{n}]") for n in range(11)]
+    every = [StandInCase(f"test_e[{number}]", sampled=(1,)) for number in range(12)]
+    plugin.leave_cases_out([*many, *every], "1")
+    left = [case.nodeid[:6] for case in [*many, *every] if "slow" not in case.marks]
+    assert (left.count("test_c"), left.count("test_d"), left.count("test_e")) == (6, 11, 12)

@@ -86,6 +86,7 @@ def test_a_folder_with_default_options(name: str) -> None:
     open_door(door)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("door", sampled_doors(), ids=str)
 def test_sampled_doors(door: Door) -> None:
     print(f"BIFOLIO_DOOR_SEED={SEED} gives this sample")

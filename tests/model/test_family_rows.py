@@ -55,6 +55,7 @@ def worst_chunks(model: LoadedModel, theirs: np.ndarray, chunks: range | tuple[i
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_folder_gives_transformers_logits(name: str, new_kernels: NewKernels) -> None:
     model, folder = row_folder(name)
