@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bifolio.api.language_model import LanguageModel, TokenChooser, fresh_batch
+from bifolio.api.decode_loop import TokenChooser
+from bifolio.api.language_model import LanguageModel, fresh_batch
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, PromptTooLongError, TokenIdError
 from bifolio.kernels.reference import ReferenceKernels

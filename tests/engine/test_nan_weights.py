@@ -81,7 +81,7 @@ def test_one_nan_logit_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_language_model(temperature: float) -> None:
     torch = pytest.importorskip("torch")
     from bifolio import LanguageModel
-    from bifolio.api.language_model import TokenChooser
+    from bifolio.api.decode_loop import TokenChooser
 
     model = LanguageModel.from_pretrained(folder())
     for decode in (model.decode, model.decode_by_recomputing):

@@ -57,6 +57,18 @@ def test_padded_steps_of_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
         assert staged == [24, 8, 8]  # 26 tokens, and four texts, are more than a step of fixed size holds
 
 
+def test_steps_in_flight_keep_their_states() -> None:
+    """Steps of the same size write to one array: those that are collected later have their own numbers."""
+    folder, texts = encoder_model("bert")[1], [[2, *range(5, 20), 3], [2, *range(20, 5, -1), 3], [2, 7, 7, 7, 3]]
+    sizes: dict[str, Any] = {"max_model_len": 24, "max_num_seqs": 4, "num_blocks": 32, "token_budget": 24}
+    found = []
+    for kernels in ("reference", TritonKernels("cpu", "f32")):
+        with LLM(folder, kernels=kernels, warm_up=False, **sizes) as llm:
+            found.append([result.outputs.data for result in llm.encode(texts, use_tqdm=False)])
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-4)
+
+
 def test_deterministic_vectors_have_the_same_bits_alone() -> None:
     options = {"deterministic": True, "dtype": "f16"}
     together, alone = (

@@ -95,7 +95,11 @@ def test_a_suffix_of_ollama(coder: RunningServer) -> None:
 
 @pytest.mark.parametrize("suffix", [" wood.", ""])
 def test_a_suffix_and_echo(coder: RunningServer, suffix: str) -> None:
-    post(coder, "/v1/completions", {**GAP, "suffix": suffix, "echo": True}, 400 if suffix else 200)
+    answer = post(coder, "/v1/completions", {**GAP, "suffix": suffix, "echo": True}, 400 if suffix else 200)
+    if suffix:
+        assert "echo" in answer["error"]["message"]
+    else:
+        assert answer["choices"][0]["text"].startswith(GAP["prompt"])
 
 
 def test_a_model_without_marks_says_what_to_do(server: RunningServer) -> None:

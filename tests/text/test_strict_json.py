@@ -41,7 +41,9 @@ def expected(value: Any) -> Any:
 @given(value=VALUES)
 @settings(max_examples=80, deadline=None)
 def test_values_are_written_for_strict_readers(value: Any) -> None:
-    json.loads(write_json(value).encode(), parse_constant=pytest.fail)
+    written = write_json(value)
+    read = json.loads(written.encode(), parse_constant=pytest.fail)
+    assert write_json(read) == written
 
 
 @pytest.mark.full

@@ -135,7 +135,7 @@ class StepProgram(Protocol):
         ...
 
     def warm_up(self, num_tokens: int, longest: int) -> None:
-        """Prepare passes of up to so many tokens, in sequences of at most `longest`."""
+        """Prepare passes with up to `num_tokens` tokens, in sequences of at most `longest`."""
         ...
 
 

@@ -170,16 +170,19 @@ def rope_and_write(
     storage: Storage | None,
     dtype: torch.dtype | None = None,  # of the heads; None: that of qkv
 ) -> Heads:
-    """Norm and rotate the query and key heads; with `slots`, write keys and values to the cache."""
+    """Norm and rotate the query and key heads; with `slots`, write keys and values to the cache.
+
+    Heads of encoders that are neither normed nor rotated are views of `qkv`.
+    """
     heads, dim, own = shape.num_heads, shape.head_dim, not shape.queries_only
     kv_heads = shape.num_kv_heads if own else 0
     tokens, value_norm = qkv.shape[0], shape.value_norm if own else None
-    turned = torch.empty((tokens, num_turned_heads(shape), dim), dtype=dtype or qkv.dtype, device=qkv.device)
     norms = shape.query_norm, shape.key_norm if own else shape.query_norm
     is_turned = any(part is not None for part in (rotation, *norms, value_norm))
     if shape.bidirectional and not is_turned and qkv.dtype == (dtype or qkv.dtype):
         all_own = torch.unflatten(qkv, -1, (heads + 2 * kv_heads, dim))
         return Heads(*torch.split(all_own, [heads, kv_heads, kv_heads], dim=1))
+    turned = torch.empty((tokens, num_turned_heads(shape), dim), dtype=dtype or qkv.dtype, device=qkv.device)
     has_norm = norms[0] is not None and norms[1] is not None
     cached = own and storage is not None and slots is not None
     keys = storage.keys[shape.layer] if cached and storage is not None else turned

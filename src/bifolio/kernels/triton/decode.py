@@ -304,12 +304,12 @@ def decode_attention(
     dtype = product_dtype(query.dtype, keys.dtype)
     if not (pieces.fixed or stages or tile) and dim == LARGE_HEAD and dtype != torch.float32:
         tile, stages, warps = large_head_tile(num_sequences, group)
-    if not stages:
+    if dtype == torch.float32:
+        stages = 1
+    elif not stages and keys.dtype == torch.float8_e4m3fn and dim <= LARGE_HEAD // 2:
+        stages = 6  # tiles of half the bytes
+    elif not stages:
         stages = 5 if dim <= 64 or (overlapped and num_sequences > 96) else 4
-        stages = (
-            6 if keys.dtype == torch.float8_e4m3fn and dim <= LARGE_HEAD // 2 else stages
-        )  # tiles of half the bytes
-    stages = 1 if dtype == torch.float32 else stages
     stages = min(stages, 2) if pieces.fixed and dim > LARGE_HEAD else stages
     tile = tile or tokens_of_tile(dim, dtype)
     rows = fixed_rows if pieces.fixed else max(MIN_ROWS, triton.next_power_of_2(group))

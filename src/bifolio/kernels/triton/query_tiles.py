@@ -51,7 +51,7 @@ def _host(values: Any) -> np.ndarray:
 
 
 def tiles_of(lengths: np.ndarray, rows: int, most: int, empty: int) -> list[np.ndarray]:
-    """[sequence i64[most], first query i64[most]] of tiles of so many rows; unused ones belong to sequence `empty`."""
+    """[sequence i64[most], first query i64[most]] of tiles with `rows` rows; unused ones belong to sequence `empty`."""
     counts = -(-lengths // rows)
     owner = np.repeat(np.arange(len(counts)), counts)
     first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows

@@ -57,7 +57,7 @@ class TextStep:
 
     @classmethod
     def new(cls, sizes: Sizes, size: int, rows_of_tiles: list[int], device: str) -> TextStep:
-        """A step of any texts with so many tokens; the text after the last one is empty."""
+        """A step with `size` tokens; the text after the last one is empty."""
         parts = [sizes.max_prompts + 2, sizes.max_prompts + 1]
         for rows in rows_of_tiles:
             parts += [sizes.most_tiles(size, rows)] * 2
@@ -109,7 +109,8 @@ class TextGraphs:
         else:
             step.graph.replay()
         assert self._hidden is not None
-        return self._hidden[: batch.num_tokens]
+        hidden = self._hidden[: batch.num_tokens]
+        return hidden if self._on_gpu else hidden.clone()  # a GPU reads it before the next run, a host maybe later
 
     def warm_up(self, num_tokens: int, longest: int) -> None:
         """Capture all steps now, the largest first, instead of when each is first needed."""

@@ -39,7 +39,7 @@ from bifolio.serve.process.pieces import Live, ended, is_chosen_late, without_te
 from bifolio.serve.process.snapshots import VERBS, Snapshots
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
-from bifolio.serve.process.weight_control import control
+from bifolio.serve.process.weight_control import WeightControl
 from bifolio.serve.views.snapshot import blocks_of, sessions_of, slots_of, waiting_of
 from bifolio.serve.views.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
@@ -144,7 +144,7 @@ class EngineService:
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
-            control(self.llm, self.thread, self._weights, message, self.send)
+            WeightControl(self.llm, self.thread, self._weights, message, self.send).run()
         elif isinstance(message, m.BranchCall) and message.verb in VERBS:
             self.snapshots.handle(message)
         elif isinstance(message, m.BranchCall):
@@ -227,7 +227,7 @@ class EngineService:
                 compiled = compile_grammar(Grammar(kind, text), self.llm.model)  # type: ignore[arg-type]
             except BifolioError as error:
                 reason = error
-                self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
+                self.thread.post(partial(self._refuse_compiled, message.id, reason))
             else:
                 self._post(message.id, lambda engine: self._start_compiled(engine, message, adapter, compiled))
 
@@ -235,7 +235,7 @@ class EngineService:
             self._compiler.submit(message.share, compile_it)
         except RuntimeError:  # the system starts no further thread
             failure = GrammarError("no thread is free to compile the grammar: ask again later")
-            self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))
+            self.thread.post(partial(self._refuse_compiled, message.id, failure))
 
     def expire_grammars(self) -> None:
         """From any thread, now and then: refuse the requests whose grammar takes too long, and close old branches."""
@@ -243,13 +243,10 @@ class EngineService:
             self.thread.post(lambda engine: self._branches.expire())
         now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
         for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
-            self.thread.post(partial(self._refuse_late, request_id, error))
+            self.thread.post(partial(self._refuse_compiled, request_id, error))
 
     # -- on the engine's thread ----------------------------------------------------------------------------------------
-    def _refuse_late(self, request_id: str, error: BifolioError, engine: InferenceEngine) -> None:
-        self._refuse_compiled(request_id, error)
-
-    def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
+    def _refuse_compiled(self, request_id: str, error: BifolioError, engine: InferenceEngine) -> None:
         if self._compiling.pop(request_id, None) is not None:
             self._refuse(request_id, error)
 

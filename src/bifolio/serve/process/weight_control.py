@@ -17,16 +17,12 @@ from bifolio.errors import BifolioError, ConfigError, FaultKind
 from bifolio.model.weights import prepare
 
 
-def control(
-    llm: LLM, thread: EngineThread, stream: WeightStream, message: m.Control, send: Callable[[m.FromEngine], None]
-) -> None:
-    """Run a control message; new weights are read and prepared while the engine goes on."""
-    WeightControl(llm, thread, stream, message, send).run()
-
-
 @dataclass(frozen=True, slots=True)
 class WeightControl:
-    """One control message. Work on the engine is posted to its thread; work beside it has a thread of its own."""
+    """One control message. Work on the engine is posted to its thread; work beside it has a thread of its own.
+
+    New weights are read and prepared while the engine goes on.
+    """
 
     llm: LLM
     thread: EngineThread
@@ -37,14 +33,17 @@ class WeightControl:
     def run(self) -> None:
         beside = {"update": self._update, "wake": self._wake, "take": self._take}
         talks = {"join": self._join, "expect": self._expect, "leave": self.stream.leave}
-        between = {"pause": self._pause, "resume": self._resume, "sleep": self._sleep, "reset": self._reset}
+        between = {
+            "pause": self._pause, "resume": self._resume, "sleep": self._sleep, "reset": self._reset,
+            "look": self._done,
+        }  # fmt: skip
         verb = self.message.verb
         if verb in beside:
             threading.Thread(target=beside[verb], name="bifolio-weights", daemon=True).start()
         elif verb in talks:
             self._then_post(talks[verb], self._done)
         else:
-            self.thread.post(between.get(verb, self._done))  # "look" has its answer in it
+            self.thread.post(between[verb])
 
     def _done(self, engine: InferenceEngine) -> None:
         self.send(m.Controlled(self.message.id, engine.weight_version, bool(engine.asleep)))
