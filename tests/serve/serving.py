@@ -19,7 +19,7 @@ import openai
 
 from bifolio.serve.http.context import Limits as Limits
 from bifolio.serve.http.context import ServerContext
-from bifolio.serve.http.server import Server, ServerSettings, make_server, running_context
+from bifolio.serve.http.server import Server, ServerSettings, make_server, running_context, secret_of
 from helpers import tiny_folder
 
 T = TypeVar("T")
@@ -61,7 +61,8 @@ class RunningServer:
         try:
             async with running_context(self.settings, self._engine) as context:
                 self.context = context
-                self.server = make_server(self.settings, context)
+                secret = secret_of(self.settings, self._engine)
+                self.server = make_server(self.settings, context, secret=secret)
                 self.loop.call_later(0.0, self._poll_started)
                 await self.server.serve(sockets=[self._listener])
         except BaseException as error:

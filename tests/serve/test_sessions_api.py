@@ -98,10 +98,32 @@ def test_a_pinned_conversation_outlives_the_server(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.session"))) == 1
     longer = PROMPT + first["choices"][0]["text"] + " And then?"
     with running_server(engine=SMALL, snapshots=place) as server, server.http() as http:
+        listed = states(http)["a name / of any kind"]
+        assert (listed["state"], listed["pin"], listed["num_cached_tokens"]) == ("disk", True, 0)
+        assert listed["num_tokens"] >= 60
         again = complete(http, longer, session_id="a name / of any kind", pin=True)
         assert cached(again) > 40
+        assert {name: one["state"] for name, one in states(http).items()} == {"a name / of any kind": "warm"}
         assert list(tmp_path.rglob("*.session"))  # for the case that this server is killed
         with running_server(engine=SMALL) as plain, plain.http() as other:
             assert complete(other, longer)["choices"][0]["text"] == again["choices"][0]["text"]
         complete(http, longer, session_id="a name / of any kind")  # pinned no more
     assert not list(tmp_path.rglob("*.session"))
+
+
+def test_pins_over_tiers_are_listed_after_a_restart_by_their_key_alone(tmp_path: Path) -> None:
+    engine, keys = {**SMALL, "kv_offload_dir": str(tmp_path / "tier")}, ["first-secret-key", "second-secret-key"]
+    place = SnapshotSettings(str(tmp_path / "snapshots"), 1 << 30)
+    with running_server(engine=engine, snapshots=place, keys=keys) as server, server.http(keys[0]) as http:
+        complete(http, session_id="fox", pin=True)
+    with (
+        running_server(engine=engine, snapshots=place, keys=keys) as server,
+        server.http(keys[0]) as http,
+        server.http(keys[1]) as other,
+    ):
+        assert {name: one["state"] for name, one in states(http).items()} == {"fox": "disk"}
+        assert states(other) == {}
+        assert other.delete("/v1/sessions/fox").status_code == 404
+        assert cached(complete(http, session_id="fox", pin=True)) > 40
+        assert http.delete("/v1/sessions/fox").json()["deleted"]
+        assert states(http) == {}

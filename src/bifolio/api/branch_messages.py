@@ -8,7 +8,7 @@ import msgspec
 
 BranchUse: TypeAlias = Literal["advance", "beside", "score"]  # the branch takes the output over, or stays as it is
 SnapshotVerb: TypeAlias = Literal[
-    "save", "restore", "list", "forget", "save_slot", "restore_slot", "erase_slot", "forget_session"
+    "save", "restore", "list", "forget", "save_slot", "restore_slot", "erase_slot", "list_sessions", "forget_session"
 ]
 
 

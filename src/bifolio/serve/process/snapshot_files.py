@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bifolio.api.messages import SnapshotInfo, SnapshotSettings
+from bifolio.cache.retention import MAX_SESSIONS_PER_OWNER
 from bifolio.engine.tiers.snapshots import Snapshot, read_header, write_snapshot
 from bifolio.errors import ConfigError, FaultKind, RequestError, SnapshotError
 
@@ -64,13 +65,24 @@ class SnapshotFiles:
         """All of a key, the oldest first."""
         return [self.info(path) for _, path in sorted(self._files(salt)) if path.suffix in (SAVED, RESPONSE)]
 
-    def info(self, path: Path) -> SnapshotInfo:
+    def sessions_of(self, salt: bytes) -> list[SnapshotInfo]:
+        """The pinned conversations of a key, under their own names, the newest first."""
+        found = []
+        files = sorted((one for one in self._files(salt) if one[1].suffix == SESSION), reverse=True)
+        for _, path in files[:MAX_SESSIONS_PER_OWNER]:
+            with contextlib.suppress(SnapshotError, KeyError, TypeError, OSError):  # damaged: found by its next request
+                found.append(self.info(path, str(read_header(path)["notes"]["session"])))
+        return found
+
+    def info(self, path: Path, name: str | None = None) -> SnapshotInfo:
         status = path.stat()
         try:
             count = len(read_header(path)["token_ids"])
         except (SnapshotError, KeyError, TypeError):
             count = 0  # damaged: listed, so that it can be deleted
-        return SnapshotInfo(path.stem, count, status.st_size, status.st_mtime, path.suffix == RESPONSE)
+        return SnapshotInfo(
+            path.stem if name is None else name, count, status.st_size, status.st_mtime, path.suffix == RESPONSE
+        )
 
     def write(self, path: Path, snapshot: Snapshot, salt: bytes) -> SnapshotInfo:
         """Write a file if the key has room for it."""

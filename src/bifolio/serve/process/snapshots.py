@@ -34,6 +34,7 @@ from bifolio.serve.process.text_branches import BranchTable
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
 VERBS = frozenset(get_args(m.SnapshotVerb))
+WITHOUT_FOLDER = ("erase_slot", "list_sessions", "forget_session")  # verbs
 NO_FOLDER = "this server keeps no snapshots: start it with --snapshot-dir DIR"
 CLOSE_SECONDS = 4.0  # for saving stored responses at the end
 
@@ -109,11 +110,12 @@ class Snapshots:
             "restore_slot": lambda call: self._on_worker(call, self._read),
             "list": lambda call: self._on_worker(call, self._list),
             "forget": lambda call: self._on_worker(call, self._forget),
+            "list_sessions": lambda call: self._on_worker(call, self._list_sessions),
             "forget_session": lambda call: self._thread.post(
                 lambda engine: self._guarded(call, self._forget_session, engine)
             ),
         }
-        if self._files is None and message.verb not in ("erase_slot", "forget_session"):
+        if self._files is None and message.verb not in WITHOUT_FOLDER:
             self._send(m.Refused(message.id, FaultKind.INVALID_REQUEST, NO_FOLDER))
         else:
             begin[message.verb](message)
@@ -205,6 +207,9 @@ class Snapshots:
             self._files.remove(path)
         self._answer(message, [])
 
+    def _list_sessions(self, message: m.BranchCall) -> None:
+        self._answer(message, [] if self._files is None else self._files.sessions_of(message.salt))
+
     def _list(self, message: m.BranchCall) -> None:
         files = self._opened()
         found = files.all_of(message.salt) if not message.file else [files.info(files.find(message.salt, message.file))]
@@ -263,16 +268,20 @@ class Snapshots:
             self._reading.difference_update(ids)
 
     def _save_sessions(self, engine: InferenceEngine, end: float) -> None:
-        """Save the pinned conversations; with a tier of files their blocks are there."""
+        """Save the pinned conversations; with tiers their tokens alone, since their blocks are there."""
         files = self._opened()
         for session, num_cached in engine.blocks.sessions():
             path = files.path(session.salt, session_file(session.hint.name), SESSION)
             if session.token_ids is None:
                 files.remove(path)  # it was pinned once
-            if session.token_ids is None or not num_cached or time.monotonic() > end:
+            has_blocks = num_cached or engine.tiers is not None
+            if session.token_ids is None or not has_blocks or time.monotonic() > end:
                 continue
             try:
-                snapshot = capture(engine, session.token_ids, salt=session.salt)
+                snapshot = capture(
+                    engine, session.token_ids, salt=session.salt, notes={"session": session.hint.name},
+                    with_blocks=engine.tiers is None,
+                )  # fmt: skip
             except BifolioError as error:
                 logger.info("a pinned session was not saved: %s", error)
                 continue
@@ -289,8 +298,7 @@ class Snapshots:
                 logger.warning("%d stored responses were not saved in time", len(self._conversations) - count)
                 break
             count += self._save_response(engine, name, entry)
-        if engine.tiers is None:
-            self._save_sessions(engine, end)
+        self._save_sessions(engine, end)
         self._worker.shutdown(wait=True)
         return count
 

@@ -20,7 +20,7 @@ class SessionCard(msgspec.Struct):
     """A conversation as of its last request."""
 
     id: str
-    state: str  # warm: in the cache; disk: the rest is in a tier; gone: some of it must be computed again
+    state: str  # warm: in the cache; disk: the rest is in a tier or a file; gone: some of it must be computed again
     num_tokens: int
     num_cached_tokens: int
     num_protected_tokens: int  # that are evicted last
@@ -41,14 +41,18 @@ class ReleasedSession(msgspec.Struct):
 
 
 async def list_all(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    tenant = tenant_of(scope)
+    call = BranchCall("", "list_sessions", owner=tenant.name, share=tenant.share, salt=tenant.salt)
     async with asyncio.timeout(LOOK_TIMEOUT):
-        found = await context.engine.snapshot()
+        found, saved = await context.engine.snapshot(), (await context.engine.branch(call)).snapshots
     cards = [
         SessionCard(
             one["session_id"], one["state"], one["tokens"], one["cached"], one["protected"], one["ttl"], one["pin"]
         )
-        for one in visible_sessions(found.sessions, tenant_of(scope))
+        for one in visible_sessions(found.sessions, tenant)
     ]
+    known = {card.id for card in cards}
+    cards += [SessionCard(one.name, "disk", one.num_tokens, 0, 0, None, True) for one in saved if one.name not in known]
     await send_json(send, SessionList(cards))
 
 
