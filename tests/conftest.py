@@ -8,8 +8,9 @@ A test is quick by itself. One that takes half a second or more, starts processe
 transformers (seconds to import) or searches at random is marked `@pytest.mark.full`.
 
 Of each `k` neighbouring cases of a test marked `@pytest.mark.sampled(k)` a run takes one, by a seed that it prints; the
-others are slow. Of a test with many cases and no mark it takes one of two. `BIFOLIO_TEST_SEED` repeats a choice;
-`--every-case`, the name of a test or `-k` leave nothing out.
+others are slow. Without a mark it takes one of two cases of a test with many, and one of each few neighbouring full
+tests of the folders that take longest (`SHARES`). `BIFOLIO_TEST_SEED` repeats a choice; `--every-case`, the name of a
+file or a test, or `-k` leave nothing out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Collected:
 COLLECTED = pytest.StashKey[Collected]()
 MOST_WORKERS = 8  # each of them collects all tests
 MANY_CASES = 12
+SHARES = {"serve": 2, "engine": 2, "cli": 2, "docs": 3, "interpreter": 2}  # a run takes one of so many full tests
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the package `benchmarks`, which is not installed
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
@@ -111,23 +113,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def samples_cases(config: pytest.Config) -> bool:
     option = config.option
-    return not (option.every_case or option.keyword or any("::" in argument for argument in config.args))
+    return not (option.every_case or option.keyword or any(".py" in argument for argument in config.args))
 
 
 def leave_cases_out(items: list[pytest.Item], seed: str) -> None:
-    """Mark as slow all but one of each few neighbouring cases of a sampled test, or of one with many cases."""
+    """Mark as slow all but one of each few neighbouring cases of a test, or full tests of a file."""
     groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     counts: Counter[str] = Counter()
     own = [item for item in items if item.get_closest_marker("slow") is None]
     totals = Counter(item.nodeid.partition("[")[0] for item in own)
     for item in own:
         mark, test = item.get_closest_marker("sampled"), item.nodeid.partition("[")[0]
-        share = mark.args[0] if mark is not None else 2 if totals[test] >= MANY_CASES else 1
+        folder = test.removeprefix("tests/").partition("/")[0]
+        name, share = test, 1
+        if mark is not None:
+            share = mark.args[0]
+        elif totals[test] >= MANY_CASES:
+            share = 2
+        elif folder == "interpreter" or item.get_closest_marker("full") is not None:
+            name, share = test.partition("::")[0], SHARES.get(folder, 1)
         if share > 1:
-            groups[test, counts[test] // share].append(item)
-            counts[test] += 1
-    for (test, group), cases in groups.items():
-        chosen = random.Random(f"{seed}/{test}/{group}").choice(cases)
+            groups[name, counts[name] // share].append(item)
+            counts[name] += 1
+    for (name, group), cases in groups.items():
+        chosen = random.Random(f"{seed}/{name}/{group}").choice(cases)
         for item in cases:
             if item is not chosen:
                 item.add_marker("slow")
