@@ -179,7 +179,8 @@ def memory_plan(
     Bytes of weights follow from the formats and shapes of the file's tensors, and the formats that the kernels take.
     """
     from bifolio.config import CacheConfig, EngineConfig, KVDtype, checked_kv_dtype
-    from bifolio.engine.memory import parse_bytes, plan_memory, show_bytes, total_memory
+    from bifolio.engine.host_memory import total_memory
+    from bifolio.engine.memory import parse_bytes, plan_memory, show_bytes
     from bifolio.engine.state_plan import plan_states
     from bifolio.errors import BifolioError
     from bifolio.kernels.cpu import CPU_FORMATS, CPU_KERNELS
@@ -202,7 +203,7 @@ def memory_plan(
             memory=None if memory is None else parse_bytes(memory),
             max_model_len=length,
             max_num_seqs=max_num_seqs,
-            total_bytes=None if memory is None else total_memory(),
+            total_bytes=total_memory(),
         )
     except BifolioError as error:
         return {"error": str(error)}

@@ -96,7 +96,15 @@ Dtype = Annotated[
 ]
 Quantization = Annotated[
     str | None,
-    commands.option("--quantization", help="On a GPU: fp8 stores layers of dense models in 8 bits.", advanced=True),
+    commands.option("--quantization", help="Rounds dense models at load: q8_0, q4_0, or on a GPU fp8.", advanced=True),
+]
+CpuExperts = Annotated[
+    str | None,
+    commands.option(
+        "--cpu-experts",
+        help="Experts in the memory of the host beside a GPU: all, auto, or the number of layers.",
+        advanced=True,
+    ),
 ]
 Activations = Annotated[
     str,
@@ -209,6 +217,7 @@ class Engine(Numerics):
     chunk_size: AnyChunkSize = None
     dtype: Dtype = "auto"
     quantization: Quantization = None
+    cpu_experts: CpuExperts = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
     kv_offload: KvOffload = None

@@ -105,6 +105,7 @@ class Experts:
     gated: bool = True
     prepared: Any = None  # the kernel set's own form, created at load
     site: int = NO_SITE  # number of these experts in adapters
+    host: Any = None  # the CPU's kernel set, which holds and computes them beside a device; None: as all other weights
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [part for linear in (*self.up, *self.down) for part in linear.parts]

@@ -345,7 +345,13 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
 def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
     """The layer with its shared MLP as one more expert, where both are alike and the kernel set computes them so."""
     moe = layer.moe
-    if moe is None or not layer.up.parts or layer.cutoff is not None or moe.scales_inputs:
+    if (
+        moe is None
+        or not layer.up.parts
+        or layer.cutoff is not None
+        or moe.scales_inputs
+        or moe.experts.host is not None
+    ):
         return layer
     norms = (moe.router_norm, moe.input_norm, moe.output_norm, moe.mlp_output_norm)
     shards = (moe.shards, layer.up.shards, layer.down.shards)

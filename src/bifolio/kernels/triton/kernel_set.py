@@ -12,6 +12,7 @@ import triton
 
 from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
+from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     Adapter,
     AdapterUse,
@@ -94,6 +95,7 @@ class TritonKernels(TorchArrays):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
+        self._waits_for_host = False  # some experts are in the memory of the host
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -136,6 +138,8 @@ class TritonKernels(TorchArrays):
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
+        if self._waits_for_host:
+            return None  # a captured step cannot wait for experts on the host
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
@@ -145,6 +149,9 @@ class TritonKernels(TorchArrays):
 
     def prepare_experts(self, experts: Experts) -> Experts:
         """`prepared` is (stack of gate and up, of down)."""
+        if experts.host is not None:
+            self._waits_for_host = True
+            return HostExperts.prepared(experts, self)
         return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
     def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
@@ -265,13 +272,15 @@ class TritonKernels(TorchArrays):
         return route(values, router) if can_route(router, values.shape[1]) else self._torch.route(values, router)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
+        if isinstance(experts.prepared, HostExperts):
+            return experts.prepared.mix(tensor(x), routing, adapters)
         if adapters is not None:
             raise ConfigError("adapters of experts do not run on a GPU yet: use device='cpu'")
         is_deferred = isinstance(x, Normed) and x.value is None
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 
         def compute(residual: torch.Tensor | None) -> torch.Tensor:
-            return moe.mix_experts(
+            return moe.mixed(
                 values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic,
                 num_processors=self.num_processors if self.device.startswith("cuda") else 0,
             )  # fmt: skip
