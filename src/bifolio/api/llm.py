@@ -6,6 +6,7 @@ import dataclasses
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -148,11 +149,12 @@ class LLM(EngineVerbs, PoolingCalls):
         }
         draft = options.draft_model(self.model)
         team = options.team(self.model, kernel_set, config, threads=threads, activations=activations, **sizes)
-        placed = options.placed(
-            self.model, kernel_set, config, threads=threads, activations=activations, utilisation=gpu_memory_utilization
-        )
+        self._placed = partial(
+            options.placed, kernels=kernel_set, config=config, threads=threads, activations=activations,
+            utilisation=gpu_memory_utilization,
+        )  # fmt: skip
         self.plan, engine = build_engine(
-            placed, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
+            self.placed(self.model), config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
         for name, source in (lora_modules or {}).items():
@@ -163,6 +165,9 @@ class LLM(EngineVerbs, PoolingCalls):
         self.lora: LoRA = None  # of calls that name no adapter
         if verbose:
             self.print_plan()
+
+    def placed(self, model: LoadedModel) -> LoadedModel:
+        return self._placed(model)
 
     def __repr__(self) -> str:
         if self._shared.is_closed:
