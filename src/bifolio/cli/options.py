@@ -186,6 +186,7 @@ class Numerics:
     HEADING: ClassVar[str] = "numbers and devices"
 
     kv_dtype: KvDtype = NUMERICS.kv_dtype
+    quantization: Quantization = None
     activations: Activations = NUMERICS.activations
     threads: Threads = NUMERICS.threads
     device: Device = NUMERICS.device
@@ -216,7 +217,6 @@ class Engine(Numerics):
     block_size: AnyBlockSize = None
     chunk_size: AnyChunkSize = None
     dtype: Dtype = "auto"
-    quantization: Quantization = None
     cpu_experts: CpuExperts = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
