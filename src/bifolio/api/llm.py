@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions, loaded
 from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
-from bifolio.api.lora import LoRARequest, adapters_for, check_modules
+from bifolio.api.lora import LoRA, adapters_for, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.pooling_calls import PoolingCalls
 from bifolio.api.prompts import (
@@ -51,8 +51,6 @@ from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
-
-LoRA: TypeAlias = LoRARequest | str | Sequence[LoRARequest | str | None] | None
 
 
 class LLM(EngineVerbs, PoolingCalls):

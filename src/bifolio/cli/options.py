@@ -232,7 +232,7 @@ class Engine(Numerics):
         from bifolio.api.llm import LLM
         from bifolio.cli.progress import steps_bar
 
-        adapters = {} if not lora else {SUM: [path_and_scale(each) for each in lora]}
+        adapters = sum_of_adapters(lora)
         with steps_bar("loading") as on_load:
             # One command runs few batch sizes: its steps are captured when they occur.
             llm = LLM(model, **self.for_llm(), **others, lora_modules=adapters, warm_up=False, on_load=on_load)
@@ -293,6 +293,11 @@ class Adapters:
                 raise commands.BadParameter(f"--lora-modules names {name!r} twice: use another name")
             modules[name] = path
         return {**vars(self), "lora_modules": modules}
+
+
+def sum_of_adapters(lora: list[str] | None) -> dict[str, list[tuple[str, float]]]:
+    """`lora_modules` with the sum of all adapters of a command; empty without any."""
+    return {} if not lora else {SUM: [path_and_scale(each) for each in lora]}
 
 
 def path_and_scale(text: str) -> tuple[str, float]:
