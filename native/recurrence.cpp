@@ -39,7 +39,8 @@ class Recurring {
 
  private:
   // -- columns of an input row ----------------------------------------------------------------------------------------------
-  int64_t first_channel() const { return w_.kind == RecurrenceKind::Mamba ? w_.inner() : 0; }
+  bool has_keys_last() const { return w_.kind == RecurrenceKind::Mamba || w_.kind == RecurrenceKind::Lightning; }
+  int64_t first_channel() const { return has_keys_last() ? w_.inner() : 0; }
   const float* channels(int64_t token) const { return x_.row(token) + first_channel(); }
   const float* gate(int64_t token) const { return x_.row(token) + (w_.kind == RecurrenceKind::Delta ? w_.channels : 0); }  // z
   const float* head_gates(int64_t token) const { return x_.row(token) + w_.channels + w_.inner(); }  // beta and a, or dt
@@ -66,7 +67,7 @@ class Recurring {
     ConvolutionRow row{};
     row.width = w_.width, row.size = size, row.weight = w_.conv_weight + begin, row.stride = w_.channels;
     row.bias = w_.conv_bias ? w_.conv_bias + begin : nullptr;
-    row.gate = w_.kind == RecurrenceKind::Conv ? x_.row(token) + w_.channels + begin : nullptr;
+    row.gate = w_.kind == RecurrenceKind::Conv ? x_.row(token) + w_.channels + begin : w_.open ? w_.open + begin : nullptr;
     row.out = out;
     for (int64_t tap = 0; tap < w_.width; ++tap) find_input(token, w_.width - 1 - tap, begin, row.inputs[tap], row.factors[tap]);
     kernels().convolve_row(row);
@@ -107,6 +108,10 @@ class Recurring {
   float* rates(int64_t token) const { return decays(token) + w_.heads; }
 
   void find_gates(int64_t token) const {
+    if (w_.kind == RecurrenceKind::Lightning) {
+      std::fill_n(rates(token), w_.heads, 1.0f);
+      return kernels().exp_row(rates(token), w_.decay, w_.heads, decays(token));
+    }
     const float* given = head_gates(token);
     if (w_.kind == RecurrenceKind::Mamba) {
       kernels().decay_row(given, w_.bias, w_.decay, w_.heads, w_.least_step, w_.most_step, rates(token), decays(token));
@@ -171,7 +176,7 @@ class Recurring {
     if (w_.skip)
       for (int64_t head = 0, i = 0; head < w_.heads; ++head)
         for (int64_t end = i + w_.value_size; i < end; ++i) y[i] += w_.skip[head] * mixed(token)[i];
-    if (!w_.norm_first || !w_.norm) isa.act_mul_row(gate(token), y, size, Activation::Silu, y);
+    if (!w_.norm_first || !w_.norm) close_gate(token, y);
     if (!w_.norm) return;
     const int64_t parts = w_.kind == RecurrenceKind::Delta ? w_.heads : w_.norm_groups, part = size / parts;
     NormWeights norm = *w_.norm;
@@ -180,7 +185,12 @@ class Recurring {
       if (w_.norm->size == size) norm.weight = w_.norm->weight + i * part;
       isa.norm_row(y + i * part, norm, y + i * part);
     }
-    if (w_.norm_first) isa.act_mul_row(gate(token), y, size, Activation::Silu, y);
+    if (w_.norm_first) close_gate(token, y);
+  }
+
+  void close_gate(int64_t token, float* y) const {
+    if (w_.kind == RecurrenceKind::Lightning) return kernels().gate_row(gate(token), y, out_.width, y);
+    kernels().act_mul_row(gate(token), y, out_.width, Activation::Silu, y);
   }
 
   // The window after a token, for each write of a sequence. The window that is read may be one of those written: it is the last.

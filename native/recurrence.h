@@ -1,11 +1,11 @@
-// Recurrent layers: the part between the input and the output projection, for four kinds of layers.
+// Recurrent layers: the part between the input and the output projection, for six kinds of layers.
 #pragma once
 
 #include "ops.h"
 
 namespace bifolio {
 
-enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3 };
+enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Lightning = 4, Lru = 5 };
 
 // The columns of an input row, and the computation, are described in kernels/operands.py (Recurrence).
 struct RecurrenceWeights {
@@ -13,8 +13,9 @@ struct RecurrenceWeights {
   int64_t width, channels, heads, groups, key_size, value_size;
   const float* conv_weight;  // [width][channels]
   const float* conv_bias;    // [channels], may be null
-  const float* decay;        // [heads]; selective: [key_size][value_size]
-  const float* bias;         // [heads]
+  const float* open;         // [channels]  ones, the gate of a convolution without activation (lru); null elsewhere
+  const float* decay;        // [heads]; selective: [key_size][value_size]; lru: [channels]
+  const float* bias;         // [heads]; lru: [2 * channels]
   const float* skip;         // [heads], may be null; selective: [value_size]
   const NormWeights* norm;   // may be null
   bool norm_first;
@@ -24,14 +25,16 @@ struct RecurrenceWeights {
 
   int64_t keys() const { return groups * key_size; }
   int64_t inner() const { return heads * value_size; }
-  bool only_convolves() const { return kind == RecurrenceKind::Conv || kind == RecurrenceKind::Selective; }
+  bool by_channel() const { return kind == RecurrenceKind::Selective || kind == RecurrenceKind::Lru; }
+  bool only_convolves() const { return kind == RecurrenceKind::Conv || by_channel(); }
   int64_t in_features() const {
-    if (kind == RecurrenceKind::Selective) return channels;
+    if (by_channel()) return channels;
     if (kind == RecurrenceKind::Conv) return 3 * channels;
-    return 2 * (inner() + keys()) + (kind == RecurrenceKind::Delta ? 2 : 1) * heads;
+    const int64_t gates = kind == RecurrenceKind::Delta ? 2 : kind == RecurrenceKind::Mamba ? 1 : 0;
+    return 2 * (inner() + keys()) + gates * heads;
   }
   int64_t out_features() const { return only_convolves() ? channels : inner(); }
-  int64_t scan_features() const { return 3 * channels + 2 * key_size; }  // of the input of scan
+  int64_t scan_features() const { return 3 * channels + (kind == RecurrenceKind::Selective ? 2 * key_size : 0); }  // of the input of scan
   int64_t group(int64_t head) const { return tiled ? head % groups : head / (heads / groups); }
 };
 
@@ -53,7 +56,7 @@ struct StateUse {
 void recur(Member& m, Rows x, const RecurrenceWeights& weights, const StateUse& use, const StateLayer* layer, Rows out,
            Workspace& workspace);
 
-// The scan of a selective layer, behind its convolution, from rows |z|x|dt|b|c|.
+// The scan of a layer by channel, behind its convolution, from rows |z|x|dt|b|c| (selective) or |x|r|i| (lru).
 void scan(Member& m, Rows x, const RecurrenceWeights& weights, const StateUse& use, const StateLayer* layer, Rows out);
 
 }  // namespace bifolio

@@ -291,16 +291,23 @@ def stream_lines(config: ModelConfig) -> list[str]:
     return lines
 
 
+KINDS = {
+    "conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2", "selective": "Mamba",
+    "lightning": "lightning attention", "lru": "linear recurrent units",
+}  # fmt: skip
+
+
 def recurrent_lines(config: ModelConfig) -> list[str]:
     """The recurrent layers of a hybrid network."""
     own = config.recurrent
     if own is None:
         return []
-    kind = {"conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2"}[own.kind]
+    kind = KINDS[own.kind]
     size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
+    size = f", states of {own.key_size} for each channel" if own.by_channel else size
     return [
-        f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}, "
-        f"convolutions of {own.channels} channels over {own.width} tokens"
+        f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}"
+        + (f", convolutions of {own.channels} channels over {own.width} tokens" if own.width > 1 else "")
     ]
 
 

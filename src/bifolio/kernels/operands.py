@@ -170,11 +170,13 @@ class Recurrence:
         conv   [b | c | x], each of `channels`           y = c * conv(b * x)
         delta  [q | k | v | z | beta | a]                q, k: G * K each; v, z: H * V each; beta, a: H each
         mamba  [z | x | b | c | dt]                      z, x: H * V each; b, c: G * K each; dt: H
+        lightning  [z | x | b | c]                       mamba with dt = 1 and the sigmoid of z in place of silu
         selective  x, of `channels`                      y = silu(conv(x)); `KernelSet.scan` follows
+        lru        x, of `channels`                      y = conv(x); `KernelSet.scan` follows
 
     `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta), of
-    x, b, c (mamba), in this order of channels; the latter two pass through silu. Then, for each head of a token, with a
-    state S of [K, V] in f32 and q, k, b, c of the head's group:
+    x, b, c (mamba), in this order of channels; the latter two pass through silu. With one tap of ones it is none. Then,
+    for each head of a token, with a state S of [K, V] in f32 and q, k, b, c of the head's group:
 
         delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
                S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V
@@ -184,7 +186,7 @@ class Recurrence:
                without a norm y * silu(z)
     """
 
-    kind: Literal["conv", "delta", "mamba", "selective"]
+    kind: Literal["conv", "delta", "mamba", "selective", "lightning", "lru"]
     layer: int  # index among the recurrent layers: selects the states
     width: int  # taps of the convolution
     channels: int
@@ -194,8 +196,8 @@ class Recurrence:
     value_size: int = 0
     conv_weight: Array = None  # f32[channels, width]  the last tap multiplies the newest token
     conv_bias: Array | None = None  # f32[channels]
-    decay: Array | None = None  # f32[heads]  -exp(A_log); selective: f32[key_size, channels]
-    bias: Array | None = None  # f32[heads]  of a (delta) or dt (mamba)
+    decay: Array | None = None  # f32[heads]  -exp(A_log); selective: f32[key_size, channels]; lru: f32[channels]
+    bias: Array | None = None  # f32[heads]  of a (delta) or dt (mamba); lru: f32[2 * channels]  of r and i
     skip: Array | None = None  # f32[heads]; selective: f32[channels]
     norm: Norm | None = None
     norm_first: bool = True
@@ -206,13 +208,28 @@ class Recurrence:
 
     @property
     def in_features(self) -> int:
-        """Rows of the input projection."""
-        if self.kind == "selective":
+        """Rows of the input projection; of the convolution's input where a scan follows."""
+        if self.by_channel:
             return self.channels
+        if self.kind == "conv":
+            return 3 * self.channels
         inner, keys = self.heads * self.value_size, self.groups * self.key_size
-        sizes = {"conv": 3 * self.channels, "delta": 2 * (inner + keys + self.heads), "mamba": 2 * (inner + keys)}
-        return sizes[self.kind] + (self.heads if self.kind == "mamba" else 0)
+        return 2 * (inner + keys) + self.heads * {"delta": 2, "mamba": 1, "lightning": 0}[self.kind]
 
     @property
     def out_features(self) -> int:
-        return self.channels if self.kind in ("conv", "selective") else self.heads * self.value_size
+        return self.channels if self.only_convolves else self.heads * self.value_size
+
+    @property
+    def scan_features(self) -> int:
+        """Columns of the input of `KernelSet.scan`."""
+        return 3 * self.channels + (2 * self.key_size if self.kind == "selective" else 0)
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each channel has a state of its own, which `KernelSet.scan` computes."""
+        return self.kind in ("selective", "lru")
+
+    @property
+    def only_convolves(self) -> bool:
+        return self.kind == "conv" or self.by_channel

@@ -134,6 +134,9 @@ class TorchKernels(TorchArrays):
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         weight = linear.prepared
+        if weight is None:
+            parts: list[Any] = [head.parts[0] for head in linear.heads]
+            weight = torch.stack(parts)
         heads = x.unflatten(-1, (weight.shape[0], -1))[..., start : start + weight.shape[2]]
         return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
 

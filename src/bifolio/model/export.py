@@ -24,6 +24,7 @@ from bifolio.model.stream_tensors import (
     stream_parts,
 )
 from bifolio.model.tensor_names import TensorNames, final_norm_name
+from bifolio.model.unit_tensors import unit_parts
 from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
@@ -216,11 +217,17 @@ def _recurrence(
     if stored is not None and recurrent.selective is not None:
         stored = np.ascontiguousarray(np.asarray(stored).T)
     yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)
-    yield from vector(names.conv + ".weight", recurrence.conv_weight, names.conv_shape(own))
+    if own.width > 1:
+        yield from vector(names.conv + ".weight", recurrence.conv_weight, names.conv_shape(own))
     yield from vector(names.conv + ".bias", recurrence.conv_bias, (own.channels,))
     matrix = (own.channels, own.key_size) if recurrent.selective is not None else names.vector_shape(own)
-    yield from vector(names.decay, stored, matrix)
-    yield from vector(names.bias, recurrence.bias, (own.heads,))
+    if names.decay:
+        yield from vector(names.decay, stored, matrix)
+    if names.bias:
+        yield from vector(names.bias, recurrence.bias, (own.heads,))
+    if recurrent.units is not None and names.units is not None:
+        parts = unit_parts(own, names.units, recurrent.units, recurrence.decay, recurrence.bias)
+        yield from _parts(((prefix + name, value) for name, value in parts), "state")
     yield from vector(names.skip, recurrence.skip, matrix[:1] if recurrent.selective is not None else matrix)
     if recurrent.selective is not None and names.selective is not None:
         for name, part in selective_parts(names.selective, recurrent.selective, own.step_norms == "weighted"):

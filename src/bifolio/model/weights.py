@@ -32,6 +32,7 @@ from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
+from bifolio.model.unit_tensors import UnitWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -112,10 +113,12 @@ class RecurrentWeights:
     recurrence: Recurrence
     output: Linear  # [d, recurrence.out_features]
     selective: SelectiveWeights | None = None
+    units: UnitWeights | None = None
 
     def matrices(self) -> list[QuantizedTensor | Array]:
-        own = self.selective
+        own, units = self.selective, self.units
         linears = [self.input, self.output, *([] if own is None else [own.parameters, own.step])]
+        linears += [] if units is None else units.linears()
         return [part for linear in linears for part in linear.parts]
 
 
@@ -393,6 +396,7 @@ def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> Rec
         own = SelectiveWeights(kernels.prepare_linear(own.parameters), kernels.prepare_linear(own.step), norms)
     return RecurrentWeights(
         selective=own,
+        units=None if recurrent.units is None else recurrent.units.prepared(kernels),
         input=kernels.prepare_linear(recurrent.input),
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),
         output=kernels.prepare_linear(recurrent.output),

@@ -35,9 +35,10 @@ def gated_norm(
     eps: tl.tensor,
     HAS_NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr = False,
 ) -> tl.tensor:
-    """RMS norm and silu(gate), in either order."""
-    gate = gate / (1.0 + tl.exp(-gate))
+    """RMS norm and silu(gate), or the sigmoid of the gate, in either order."""
+    gate = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))
     if not NORM_FIRST:
         value *= gate
     if HAS_NORM:

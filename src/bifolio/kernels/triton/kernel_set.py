@@ -55,7 +55,7 @@ from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.recurrence import recur
 from bifolio.kernels.triton.scan_plan import StagedStates
-from bifolio.kernels.triton.selective import selective_scan
+from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.text_graphs import TextGraphs
@@ -291,7 +291,7 @@ class TritonKernels(TorchArrays):
         return recur(tensor(x), recurrence, self._staged_states(batch), storage)
 
     def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        return selective_scan(tensor(x), recurrence, self._staged_states(batch), storage)
+        return scan_channels(tensor(x), recurrence, self._staged_states(batch), storage)
 
     def _staged_states(self, batch: Batch) -> StagedStates:
         if self._states is None or batch.states is None or self._states.use is not batch.states:
