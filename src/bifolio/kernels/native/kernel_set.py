@@ -15,6 +15,7 @@ import numpy as np
 
 from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, PhaseError
+from bifolio.kernels import host_choice
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Adapter,
@@ -154,9 +155,9 @@ class NativeKernels(NativeOperations, HostArrays):
         return format_code(self.native, accepted.format), np.ascontiguousarray(accepted.data)
 
     # -- a whole step -------------------------------------------------------------------------------------
-    def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
-        """The network as one native call."""
-        return NativeProgram(self, network)
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        """The network as one native call; None: it has indexers, whose choices numpy computes."""
+        return None if any(shape.top_k for shape in network.shapes) else NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
     @property
@@ -218,6 +219,26 @@ class NativeKernels(NativeOperations, HostArrays):
             storage, segments = temporary_cache(heads, shape, segments)
             shape = replace(shape, layer=0)
         return super().attend(heads, shape, segments, storage)
+
+    def choose(
+        self,
+        heads: Heads,
+        weights: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        return host_choice.choose(heads, weights, shape, segments, storage)
+
+    def attend_chosen(
+        self,
+        heads: Heads,
+        chosen: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage)
 
     def memory_of_ranks(self) -> Any:
         """The memory through which a program exchanges with other ranks."""
