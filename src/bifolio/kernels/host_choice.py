@@ -1,15 +1,21 @@
-"""Choosing positions by an indexer, and attention to them, on numpy arrays: query by query.
+"""Choosing positions by an indexer, and attention to them, on numpy arrays.
 
-The result of a query depends on its position and its sequence alone, whatever else a pass computes.
+Positions are chosen query by query: the choice of a query depends on its position and its sequence alone, whatever else a pass
+computes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.kernels.interface import Array, AttentionSegment, AttentionShape, Heads, PagedAttentionKernel, Storage
 from bifolio.kernels.query_split import split_queries
+
+MOST_VALUES = 1 << 24  # of the keys that are gathered at once
+AttendRows = Callable[[Array, Array, AttentionShape], Array]  # queries [n, heads, dim], keys [n, top_k, dim]
 
 
 def choose(
@@ -38,18 +44,29 @@ def attend_chosen(
     shape: AttentionShape,
     segments: tuple[AttentionSegment, ...],
     storage: Storage | None,
+    attend_rows: AttendRows | None = None,
 ) -> Array:
-    """`kernels` attends to the positions of queries that see few."""
-    split = split_queries(segments, shape.top_k)
+    """`kernels` attends to the positions of queries that see few, `attend_rows` to the chosen ones of the others."""
+    split, attend_rows = split_queries(segments, shape.top_k), attend_rows or each_by_itself
     if not split.choosing:
         return kernels.attend(heads, shape, segments, storage)
     mixed = np.empty((len(heads.query), shape.num_heads * shape.head_dim), np.float32)
     if split.segments:
         mixed[split.rows] = kernels.attend(split.others(heads, storage), shape, split.segments, storage)
+    size = max(MOST_VALUES // (shape.top_k * shape.head_dim), 1)
     for part in split.choosing:
-        for row in range(part.start, part.stop):
-            keys = part.keys(heads, shape.layer, storage, chosen[row])  # [top_k, dim]
-            scores = (heads.query[row] * np.float32(shape.scale)) @ keys.T
-            shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            mixed[row] = ((shares / shares.sum(axis=-1, keepdims=True)) @ keys).reshape(-1)
+        for start in range(part.start, part.stop, size):
+            rows = slice(start, min(start + size, part.stop))
+            keys = part.keys(heads, shape.layer, storage, chosen[rows])
+            mixed[rows] = attend_rows(heads.query[rows], keys, shape)
     return mixed
+
+
+def each_by_itself(query: Array, keys: Array, shape: AttentionShape) -> Array:
+    """Attention of each query to keys of its own, which are the values."""
+    found = np.empty((len(query), shape.num_heads * shape.head_dim), np.float32)
+    for row, (own, seen) in enumerate(zip(query, keys, strict=True)):
+        scores = (own * np.float32(shape.scale)) @ seen.T
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        found[row] = ((shares / shares.sum(axis=-1, keepdims=True)) @ seen).reshape(-1)
+    return found
