@@ -10,8 +10,8 @@ _LOCAL, _FULL = "sliding_attention", "full_attention"
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 2}
 _INDEXED = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
             "qk_nope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32, "n_shared_experts": 1, "index_n_heads": 16, "index_head_dim": 24,
-            "index_topk": 6}  # fmt: skip
+            "moe_intermediate_size": 32, "n_shared_experts": 1, "index_n_heads": 32, "index_head_dim": 16,
+            "index_topk": 6, "pad_token_id": None}  # fmt: skip  # the embedding of padding is 0: its scores are equal
 _GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.

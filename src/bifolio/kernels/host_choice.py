@@ -1,7 +1,7 @@
 """Choosing positions by an indexer, and attention to them, on numpy arrays.
 
-Positions are chosen query by query: the choice of a query depends on its position and its sequence alone, whatever else a pass
-computes.
+Positions are chosen query by query: the choice of a query depends on its position and its sequence alone, whatever
+else a pass computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def choose(
 
 
 def largest(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """The places of the largest scores, ascending; of equal ones the first."""
+    """The places of the largest scores, ascending; of equal ones the first. NaN is the least."""
+    scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
     least = np.partition(scores, len(scores) - count)[len(scores) - count]
     above, equal = np.flatnonzero(scores > least), np.flatnonzero(scores == least)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))
