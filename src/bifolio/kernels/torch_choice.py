@@ -45,7 +45,7 @@ def attend_chosen(
     most: int | None = None,
 ) -> torch.Tensor:
     """`kernels` attends to the positions of queries that see few; there are others, too."""
-    query = heads.query
+    query: torch.Tensor = heads.query
     mixed = query.new_zeros((query.shape[0], shape.num_heads * shape.head_dim))
     if split.segments:
         few = kernels.attend(split.others(heads, storage), shape, split.segments, storage)

@@ -61,7 +61,7 @@ def _indexer(
     def linear(name: str, rows: int, columns: int) -> Linear:
         return Linear((fetch(f"{prefix}{name}.weight", (rows, columns)),), (None,))
 
-    norm = (vector(f"{prefix}{own.key_norm}.{part}", (size,)) for part in ("weight", "bias"))
+    norm, bias = (vector(f"{prefix}{own.key_norm}.{part}", (size,)) for part in ("weight", "bias"))
     return IndexWeights(
         shape=AttentionShape(
             layer=len(config.cached_layers) + config.indexed_layers.index(layer),
@@ -74,6 +74,6 @@ def _indexer(
         ),
         query=linear(own.query, heads * size, mla.query_rank),
         key=linear(own.key, size, d),
-        key_norm=Norm(*norm, INDEX_EPS, centered=True),
+        key_norm=Norm(norm, bias, INDEX_EPS, centered=True),
         weights=linear(own.weights, heads, d),
     )
