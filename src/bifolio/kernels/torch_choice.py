@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from bifolio.kernels.interface import Array, AttentionShape, Heads, PagedAttentionKernel, Storage
 from bifolio.kernels.query_split import ChoosingQueries, QuerySplit
@@ -52,10 +53,9 @@ def attend_chosen(
         mixed[torch.from_numpy(split.rows).to(query.device)] = few.to(mixed.dtype)
     for part in split.choosing:
         for rows, _ in _pieces(part, shape.top_k * shape.head_dim, most):
-            keys = part.keys(heads, shape.layer, storage, chosen[rows].long()).to(query.dtype)  # [n, top_k, dim]
-            scores = (query[rows] * shape.scale) @ keys.transpose(1, 2)
-            shares = scores.float().softmax(dim=-1).to(query.dtype)
-            mixed[rows] = (shares @ keys).flatten(1)
+            keys = part.keys(heads, shape.layer, storage, chosen[rows].long()).to(query.dtype)[:, None]
+            found = F.scaled_dot_product_attention(query[rows][:, None], keys, keys, scale=shape.scale)
+            mixed[rows] = found.flatten(1)  # the heads of a token are queries over its keys [n, 1, top_k, dim]
     return mixed
 
 
