@@ -17,7 +17,7 @@ from bifolio.api.llm import LLM
 from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import BifolioError, ConfigError, ModelFileError
 from bifolio.kernels.host_choice import largest
-from bifolio.kernels.storage import CacheLayout
+from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.gguf.metadata import model_metadata
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
@@ -114,6 +114,21 @@ def test_the_largest_scores_are_the_first_of_equal_ones() -> None:
         count = int(rng.integers(1, 41))
         expected = np.sort(np.argsort(-scores, kind="stable")[:count])
         np.testing.assert_array_equal(largest(scores, count), expected)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+def test_keys_at_positions_are_those_of_the_whole_context(dtype: KVDtype) -> None:
+    rng = np.random.default_rng(0)
+    layout = CacheLayout(2, 9, 4, 1, 64, dtype, poison=True, shared_values=True, heads=((1, 64), (1, 32)))
+    storage, blocks = KVStorage(layout), np.array([5, 2, 8], np.int32)
+    for layer, (_, size) in enumerate(layout.layer_heads):
+        index = np.concatenate([block * 4 + np.arange(4) for block in blocks])[:11]
+        rows = rng.standard_normal((11, 1, size)).astype(np.float32)
+        storage.write(layer, index, rows, rows)
+        positions = np.array([[10, 0, 3], [4, 4, 7]])
+        found = storage.keys_at(layer, blocks, positions)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, storage.gather(layer, blocks.tolist(), 11)[0][positions])
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------
