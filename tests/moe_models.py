@@ -44,6 +44,12 @@ def moe_kinds() -> dict[str, tuple[Any, dict[str, Any]]]:
                                                "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
                                                "v_head_dim": 20, "moe_intermediate_size": 32, "n_shared_experts": 1,
                                                "num_hidden_layers": 3, "num_key_value_heads": 4}),
+        "glmdsa": (tf.GlmMoeDsaConfig, {"n_routed_experts": 8, "num_experts_per_tok": 2, "kv_lora_rank": 32,
+                                        "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                                        "v_head_dim": 20, "moe_intermediate_size": 32, "n_shared_experts": 1,
+                                        "num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+                                        "index_n_heads": 32, "index_head_dim": 16, "index_topk": 6,
+                                        "indexer_types": ["full", "full", "shared"], "pad_token_id": None}),
         "gptoss": (tf.GptOssConfig, {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
                                      "sliding_window": 5, "rope_parameters": PLAIN_ROPE}),
     }  # fmt: skip

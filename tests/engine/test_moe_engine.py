@@ -16,7 +16,7 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import SamplingParams
 from helpers import cpu_kernel_names, kernels_of_long_runs, make_engine, output_ids, run_alone, tiny_model
 
-NETWORKS = {"experts": "qwen3moe", "latents": "deepseek2", "sinks": "gptoss"}
+NETWORKS = {"experts": "qwen3moe", "latents": "deepseek2", "sinks": "gptoss", "indexers": "glmdsa"}
 NUM_TRACES = 8
 
 
@@ -73,3 +73,4 @@ def on_network(name: str) -> Any:
 
 TestExperts = on_network("experts")
 TestLatents = on_network("latents")
+TestIndexers = on_network("indexers")

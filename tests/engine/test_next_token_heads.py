@@ -23,7 +23,8 @@ from bifolio.quant.formats import QuantFormat
 from helpers import cpu_kernel_names, make_kernels, make_runner, random_prompt, tiny_folder, tiny_model
 
 pytestmark = pytest.mark.full  # transformers
-ARCHITECTURES = ("glm4moe", "deepseek3")
+ARCHITECTURES = ("glm4moe", "deepseek3", "glmdsa")
+FIELDS: dict[str, dict[str, Any]] = {"glmdsa": {"indexer_types": ("full",) * 3, "index_topk": 64}}  # heads choose none
 VOCAB, LAYERS = 97, 2
 
 
@@ -34,7 +35,7 @@ def checkpoint(architecture: str, vocab_size: int = VOCAB) -> tuple[Path, Any, d
     The last layer of transformers' model is the layer of the head.
     """
     sizes = {"num_hidden_layers": LAYERS + 1, "num_key_value_heads": 4, "vocab_size": vocab_size}
-    model, whole = tiny_model(architecture, **sizes)
+    model, whole = tiny_model(architecture, **sizes, **FIELDS.get(architecture, {}))
     stored = open_safetensors(whole / "model.safetensors").tensors
     tensors = {name: np.array(tensor.dequantize()) for name, tensor in stored.items()}
     d, rng = model.config.hidden_size, np.random.default_rng(3)
@@ -50,7 +51,7 @@ def checkpoint(architecture: str, vocab_size: int = VOCAB) -> tuple[Path, Any, d
     named[f"model.layers.{LAYERS}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     config = json.loads((whole / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    for name in ("mlp_layer_types", "layer_types"):
+    for name in ("mlp_layer_types", "layer_types", "indexer_types"):
         config.pop(name, None)
     folder = whole.with_name(whole.name + "-head")
     folder.mkdir()

@@ -36,8 +36,8 @@ def model_of(name: str) -> Path:
         return tiny_model("deepseek2", vocab_size=61, q_lora_rank=None)[1]
     if name == "olmo2 with one kv head":
         return tiny_model("olmo2", vocab_size=61, num_key_value_heads=1)[1]
-    # experts; experts with biases, and attention sinks; latents; norms over all heads; those with experts
-    if name in ("qwen3moe", "gptoss", "deepseek2", "olmo2", "olmoe"):
+    # experts; experts with biases, and attention sinks; latents, also with indexers; norms over all heads, with experts
+    if name in ("qwen3moe", "gptoss", "deepseek2", "glmdsa", "olmo2", "olmoe"):
         return tiny_model(name, vocab_size=61)[1]
     if name == "qwen3":  # per-head norms, and heads of another width than hidden_size / num_heads
         return tiny_model("qwen3", vocab_size=61)[1]
@@ -103,7 +103,7 @@ def expected(name: str, kernels: str) -> list[Any]:
     "name",
     [
         "llama", "qwen3", "phi3", "one kv head", "three kv heads", "q4_k_m", "q8_0", "qwen3moe", "gptoss",
-        "deepseek2", "deepseek2 with plain queries", "olmo2", "olmo2 with one kv head", "olmoe",
+        "deepseek2", "deepseek2 with plain queries", "glmdsa", "olmo2", "olmo2 with one kv head", "olmoe",
     ],
 )  # fmt: skip
 def test_two_ranks_give_the_bits_of_one(name: str) -> None:

@@ -26,9 +26,11 @@ ROWS = (
     "llama4",
     "mpt",
     "cohere2",
+    "deepseek_v32",
     "gemma2",
     "gemma3n",
     *GEMMA4,
+    "glm_moe_dsa",
     "granite",
     "hunyuan_dense",
     "lfm3",
@@ -41,7 +43,8 @@ ROWS = (
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "deterministic"), [*((name, False) for name in ROWS), ("gemma2", True), ("gemma4", True)]
+    ("name", "deterministic"),
+    [*((name, False) for name in ROWS), ("deepseek_v32", True), ("gemma2", True), ("gemma4", True)],
 )
 def test_a_folder_gives_transformers_logits(name: str, deterministic: bool) -> None:
     model, folder = row_folder(name)

@@ -97,11 +97,17 @@ class Context(NamedTuple):
 
 
 def new_context(
-    kernels: KernelSet, rng: np.random.Generator, lengths: Sequence[int], kv_heads: int, dim: int, block_size: int = 16
+    kernels: KernelSet,
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    kv_heads: int,
+    dim: int,
+    block_size: int = 16,
+    shared_values: bool = False,
 ) -> Context:
     """A cache with these sequences in layer 1 of two; every other entry is NaN."""
     counts = [-(-length // block_size) for length in lengths]
-    layout = CacheLayout(2, 2 + sum(counts), block_size, kv_heads, dim, kernels.kv_dtype, poison=True)
+    layout = CacheLayout(2, 2 + sum(counts), block_size, kv_heads, dim, kernels.kv_dtype, True, shared_values)
     storage = kernels.new_storage(layout)
     free = 1 + rng.permutation(1 + sum(counts)).astype(np.int32)
     tables = np.zeros((len(lengths), max(counts) + 1), np.int32)

@@ -6,16 +6,24 @@ from dataclasses import replace
 
 import numpy as np
 from attention_cases import DECODE, PREFILL, attend, shape_of
-from case_table import Outputs, activations, case, new_context, normal
+from case_table import Outputs, activations, case, new_context, normal, segment_over
 from network_cases import ROUNDED, matrix, new_norm
 
-from bifolio.kernels.interface import AttentionShape, HeadLinear, KernelSet, Linear
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, HeadLinear, Heads, KernelSet, Linear
 from bifolio.kernels.storage import CacheLayout
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 HEADS, ROPE, LATENT, NOPE = 4, 8, 32, 16
 ROWS = (1, 3, 40)
+CONTEXTS = [130, 14, 9, 40]  # of queries that choose positions: all of a sequence, some of them, or none
+PASSES = [  # phase, and queries of each sequence
+    (PREFILL, [9, 6, 9, 40]),
+    (DECODE, [1, 1, 1, 1]),
+    (DECODE, [3, 3, 3, 3]),
+]
+FRESH: tuple[AttentionPhase, list[int]] = (PREFILL, CONTEXTS)
+TOP_K = 12
 
 
 def by_head(rng: np.random.Generator, rows: int, columns: int) -> HeadLinear:
@@ -73,6 +81,62 @@ def write_latents(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     storage.move_blocks([(3, 2)])
     gathered = [part for blocks in ([1, 3], [1, 2]) for part in storage.gather(0, blocks, tokens)]
     return tuple(kernels.to_host(part) for part in (heads.query, heads.key, *gathered))
+
+
+@case("choose")
+def choose(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The positions of an indexer's heads, with a cache and without."""
+    shape, found = AttentionShape(1, HEADS, 1, 32, 0.3, top_k=TOP_K), []
+    for phase, queries in (*PASSES, FRESH):
+        context = new_context(kernels, rng, CONTEXTS, 1, shape.head_dim)
+        count = sum(queries)
+        sizes = (HEADS, 1, 1) if phase is PREFILL else (HEADS,)
+        parts = [activations(kernels, normal(rng, count, n, shape.head_dim)) for n in sizes]
+        weights = activations(kernels, normal(rng, count, HEADS))
+        is_fresh = queries == CONTEXTS
+        segment = segment_over(kernels, phase, queries, CONTEXTS, None if is_fresh else context.tables)
+        heads = Heads(*(parts if is_fresh else (parts[0], None, None)))
+        own = None if is_fresh else context.storage
+        found.append(kernels.to_host(kernels.choose(heads, weights, shape, (segment,), own)))
+    return tuple(found)
+
+
+@case("choose", "of equal scores")
+def choose_equal(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Of positions with equal scores the first are chosen."""
+    shape, length = AttentionShape(1, 1, 1, 16, 1.0, top_k=4), 9
+    query, key = np.ones((length, 1, 16), np.float32), np.zeros((length, 1, 16), np.float32)
+    key[[2, 5]] = 1.0
+    segment = segment_over(kernels, PREFILL, [length], [length], None)
+    heads = Heads(*(activations(kernels, part) for part in (query, key, key)))
+    weights = activations(kernels, np.ones((length, 1), np.float32))
+    found = kernels.to_host(kernels.choose(heads, weights, shape, (segment,), None))
+    assert found[4:].tolist() == [[0, 1, 2, 3], *[[0, 1, 2, 5]] * 4]
+    return (found,)
+
+
+def random_choice(rng: np.random.Generator, queries: list[int]) -> np.ndarray:
+    """Positions of each query of a pass, as `choose` returns them."""
+    ends = [end for count, length in zip(queries, CONTEXTS, strict=True) for end in range(length - count, length)]
+    rows = [np.sort(rng.permutation(end + 1)[:TOP_K]) if end >= TOP_K else np.full(TOP_K, -1) for end in ends]
+    return np.stack(rows).astype(np.int32)
+
+
+@case("attend_chosen")
+def attend_chosen(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Queries that choose positions and others in one pass, with a cache and without; and others alone."""
+    shape, found = AttentionShape(1, HEADS, 1, ROPE + LATENT, 0.2, top_k=TOP_K), []
+    for phase, queries in (*PASSES, FRESH):
+        context = new_context(kernels, rng, CONTEXTS, 1, shape.head_dim, shared_values=True)
+        query, key = (activations(kernels, normal(rng, sum(queries), n, shape.head_dim)) for n in (HEADS, 1))
+        chosen = kernels.from_host(random_choice(rng, queries))
+        is_fresh = queries == CONTEXTS
+        segment = segment_over(kernels, phase, queries, CONTEXTS, None if is_fresh else context.tables)
+        own = None if is_fresh else context.storage
+        for each in (shape, replace(shape, top_k=max(CONTEXTS))):
+            mixed = kernels.attend_chosen(Heads(query, key, key), chosen, each, (segment,), own)
+            found.append(kernels.to_host(mixed))
+    return tuple(found)
 
 
 @case("attend", "with sinks")

@@ -8,6 +8,10 @@ from helpers import WINDOW
 
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 2}
+_INDEXED = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32, "n_shared_experts": 1, "index_n_heads": 32, "index_head_dim": 16,
+            "index_topk": 6, "pad_token_id": None}  # fmt: skip  # the embedding of padding is 0: its scores are equal
 _GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
@@ -96,6 +100,39 @@ LATER_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] 
          "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "bos_token_id": 0,
          "eos_token_id": [154820, 154827, 154829]},
         {},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**_INDEXED, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.6},
+        {"model_type": "deepseek_v32", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+         "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_act": "silu",
+         "max_position_embeddings": 163840, "rms_norm_eps": 1e-06, "rope_theta": 10000, "kv_lora_rank": 512,
+         "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+         "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+         "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "attention_bias": False,
+         "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "num_nextn_predict_layers": 1,
+         "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                          "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+         "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1},
+        None,
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**_INDEXED, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+         "indexer_types": ["full", "shared", "full", "shared"]},
+        {"model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288,
+         "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64,
+         "hidden_act": "silu", "max_position_embeddings": 202752, "rms_norm_eps": 1e-05, "kv_lora_rank": 512,
+         "q_lora_rank": 2048, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "qk_head_dim": 256, "v_head_dim": 256,
+         "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "rope_interleave": True,
+         "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+         "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+         "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "attention_bias": False,
+         "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "index_topk_freq": 4,
+         "index_skip_topk_offset": 3, "indexer_rope_interleave": True, "num_nextn_predict_layers": 1,
+         "tie_word_embeddings": False, "pad_token_id": 154820, "eos_token_id": [154820, 154827, 154829]},
+        None,
     ),
     "bitnet": (
         "BitNetConfig", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True},

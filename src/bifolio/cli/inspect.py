@@ -278,7 +278,8 @@ def attention_line(config: ModelConfig) -> str:
         return f"{heads}{reused}{', in both directions' if config.bidirectional else ''}{sinks}"
     size = config.mla.nope_size + config.mla.rope_size
     cached = f"{config.mla.latent_size} + {config.mla.rope_size}"
-    return f"{config.num_heads} heads of {size} over one cached latent of {cached}{sinks}"
+    chosen = f", {config.mla.index_top_k} positions chosen by an indexer" if config.mla.index_top_k else ""
+    return f"{config.num_heads} heads of {size} over one cached latent of {cached}{chosen}{sinks}"
 
 
 def stream_lines(config: ModelConfig) -> list[str]:

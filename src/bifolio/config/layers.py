@@ -39,6 +39,7 @@ class LayerConfig:
     cutoff: float | None = None  # gates that many deviations above the mean are kept; None: all
     kv_source: int | None = None  # an earlier layer whose keys and values are read; None: its own
     keys_as_values: bool = False  # values are the keys, before norm and rope
+    chooses: bool = True  # in a network with indexers: False reads the positions that an earlier layer chose
 
 
 def layers_of(count: int, **values: Sequence[Any]) -> tuple[LayerConfig, ...]:

@@ -70,6 +70,9 @@ class LatentConfig:
 
     The cache holds |rope|latent| as one head of keys, which are the values, too. Queries have `nope` and `rope`
     dimensions; nope is multiplied with the key projection of its head, instead of the latents.
+
+    With an indexer a query attends to the `index_top_k` positions that the indexer ranks highest; its heads have one
+    key for each token, which is cached beside the latent. The first `rope_size` dimensions of its heads are rotated.
     """
 
     latent_size: int
@@ -77,6 +80,10 @@ class LatentConfig:
     nope_size: int
     value_size: int  # of a head, after its value projection
     query_rank: int = 0  # rank of the query projection; 0: one matrix
+    index_heads: int = 0  # of the indexer; 0: there is none, and queries attend to all positions
+    index_size: int = 0  # of a head of the indexer
+    index_top_k: int = 0
+    index_interleaved: bool = False  # rope of the indexer on neighbouring pairs
 
     def __post_init__(self) -> None:
         for name in ("latent_size", "rope_size", "nope_size", "value_size"):
@@ -85,6 +92,18 @@ class LatentConfig:
                 raise ConfigError(f"the model's {name} must be between 1 and {MODEL_LIMITS['head_dim']}, not {value!r}")
         if not 0 <= self.query_rank <= MODEL_LIMITS["hidden_size"]:
             raise ConfigError(f"the rank of the query projection must not be {self.query_rank}")
+        self._check_indexer()
+
+    def _check_indexer(self) -> None:
+        sizes = self.index_heads, self.index_size, self.index_top_k
+        if not any(sizes):
+            return
+        if min(sizes) < 1 or max(self.index_heads, self.index_size) > MODEL_LIMITS["head_dim"]:
+            raise ConfigError("an indexer has {} heads of {} for {} positions: they are no real sizes".format(*sizes))
+        if self.index_size < self.rope_size or not self.query_rank:
+            raise ConfigError(
+                f"an indexer reads compressed queries, and its heads have at least {self.rope_size} dimensions"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +246,8 @@ class ModelConfig:
             )
             if not same or self.layers[source].kv_source is not None:
                 raise ConfigError(f"layer {index} cannot read the keys and values of layer {source}")
+            if not layer.chooses and (index == 0 or not self.indexed_layers):
+                raise ConfigError(f"layer {index} reads chosen positions, and no layer before it has an indexer")
         if not self.attention_layers and not self.recurrent_layers:
             raise ConfigError("models without any attention or recurrent layer are not supported")
         if (self.recurrent is not None) != bool(self.recurrent_layers):
@@ -303,6 +324,13 @@ class ModelConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.attention)
+
+    @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """The layers with an indexer, whose keys are cached behind the rows of all layers."""
+        if self.mla is None or not self.mla.index_heads:
+            return ()
+        return tuple(layer for layer in self.attention_layers if self.layers[layer].chooses)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
 
 def _attention(config: ModelConfig, layer: int) -> int:
     if config.mla is not None:
-        return _latent(config, config.mla)
+        return _latent(config, config.mla) + (_indexer(config, config.mla) if layer in config.indexed_layers else 0)
     d, dim = config.hidden_size, config.head_size(layer)
     query, kv = config.num_heads * dim, config.kv_heads(layer) * dim
     writes = config.kv_source(layer) == layer
@@ -54,6 +54,11 @@ def _latent(config: ModelConfig, mla: LatentConfig) -> int:
     total = mla.query_rank * (d + 1 + query) if mla.query_rank else d * query
     total += d * (mla.latent_size + mla.rope_size) + mla.latent_size
     return total + mla.latent_size * heads * (mla.nope_size + mla.value_size) + heads * mla.value_size * d
+
+
+def _indexer(config: ModelConfig, mla: LatentConfig) -> int:
+    d, size = config.hidden_size, mla.index_size
+    return mla.query_rank * mla.index_heads * size + d * (size + mla.index_heads) + 2 * size
 
 
 def _mlp(config: ModelConfig, layer: int) -> int:

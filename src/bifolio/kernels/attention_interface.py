@@ -44,6 +44,7 @@ class AttentionShape:
     sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
     bidirectional: bool = False  # queries see the tokens after them, too; a window reaches as far in both directions
     causal: bool = False  # queries see no later token in segments that are not causal, either
+    top_k: int = 0  # positions that an indexer chooses for a query (`choose`, `attend_chosen`); 0: all that it sees
     bias: Array | None = None  # f32[num_heads, 2 * r + 1]  added to scores, by the key's position minus the query's:
     #                            column r is the distance 0; distances beyond r have the bias of r
 
@@ -93,6 +94,39 @@ class PagedAttentionKernel(Protocol):
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
         """[t, num_heads * head_dim]: causal or bidirectional, grouped heads, optional window."""
+        ...
+
+    def choose(
+        self,
+        heads: Heads,
+        weights: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        """The positions that the heads of an indexer choose for each query: i32[t, shape.top_k], ascending.
+
+        They are those of the largest scores up to the query's own position, of equal scores the first:
+
+            score[j] = sum over heads of weights[head] * max(0, scale * query[head] . key[j])
+
+        heads: one head of keys, as `rope_and_write` returns them; weights: [t, num_heads]. The row of a query that sees
+        at most top_k positions is -1: it attends to all of them.
+        """
+        ...
+
+    def attend_chosen(
+        self,
+        heads: Heads,
+        chosen: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        """`attend`, where a query that sees more than `shape.top_k` positions attends to the chosen ones alone.
+
+        There is one head of keys, which are the values. All other queries have the results of `attend`.
+        """
         ...
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
+from bifolio.kernels import host_choice
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.host_math import as_float32, erf, mix_sparsely
 from bifolio.kernels.interface import (
@@ -196,6 +197,26 @@ class ReferenceKernels(HostArrays):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
         return attend_heads(own.query, keys, values, shape)
+
+    def choose(
+        self,
+        heads: Heads,
+        weights: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        return host_choice.choose(heads, weights, shape, segments, storage)
+
+    def attend_chosen(
+        self,
+        heads: Heads,
+        chosen: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         half = x.shape[-1] // 2

@@ -81,9 +81,11 @@ class CacheLayout:
         own = config.recurrent
         state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
         layers = config.cached_layers
-        differ = any(layer.head_dim or layer.kv_heads for layer in config.layers)
+        keys = ((1, config.mla.index_size),) * len(config.indexed_layers) if config.mla is not None else ()
+        differ = keys or any(layer.head_dim or layer.kv_heads for layer in config.layers)
+        rows = tuple((config.kv_heads(layer), config.head_size(layer)) for layer in layers)
         return cls(
-            len(layers) or 1,  # a model without attention has blocks that nothing reads: they name its prefixes
+            len(layers) + len(keys) or 1,  # without attention there are blocks that nothing reads: they name prefixes
             num_blocks,
             block_size,
             config.num_kv_heads,
@@ -93,7 +95,7 @@ class CacheLayout:
             shared_values=config.mla is not None,
             states=() if own is None or state is None else (state,) * len(config.recurrent_layers),
             num_states=0 if own is None else num_states,
-            heads=tuple((config.kv_heads(layer), config.head_size(layer)) for layer in layers) if differ else (),
+            heads=(*rows, *keys) if differ else (),
         )
 
     def __post_init__(self) -> None:
@@ -212,6 +214,14 @@ class KVStorage:
         """Contiguous copies [length, kv heads, head size] of keys and values; f32 from numpy, else as stored."""
         return self._gather(self.keys[layer], block_ids, length), self._gather(self.values[layer], block_ids, length)
 
+    def keys_at(self, layer: int, block_ids: Array, positions: Array) -> Array:
+        """Copies [*positions, kv heads, head size] of the keys at positions of a sequence; f32 from numpy."""
+        array, places, offsets = self.keys[layer], positions // self.block_size, positions % self.block_size
+        if self.backend == "torch":
+            blocks = _import_torch().as_tensor(block_ids, device=self.device)[places].long()
+            return self._cells(array)[blocks, :, offsets].view(array.dtype)
+        return self._decoded(array[block_ids[places], :, offsets])
+
     def read_block(self, block_id: int) -> np.ndarray:
         """u8[block bytes]: a copy of one block, the keys of all layers and then the values, as stored."""
         return np.concatenate([_bytes_of(array[block_id]) for array in self._arrays()])
@@ -323,10 +333,13 @@ class KVStorage:
             blocks = self._cells(array)[self.indices(block_ids)].view(array.dtype).transpose(1, 2)
             return blocks.reshape(-1, array.shape[1], array.shape[-1])[:length]
         blocks = array[self.indices(block_ids)].transpose(0, 2, 1, 3)
-        flat = blocks.reshape(-1, array.shape[1], array.shape[-1])[:length]
+        return self._decoded(blocks.reshape(-1, array.shape[1], array.shape[-1])[:length])
+
+    def _decoded(self, rows: np.ndarray) -> np.ndarray:
+        """f32 of rows as stored by numpy."""
         if self.dtype == "q8_0":
-            return decode_q8_rows(flat, q8_head_dim(array.shape[-1]))
-        return bf16_to_f32(flat) if self.dtype == "bf16" else flat.astype(np.float32, copy=False)
+            return decode_q8_rows(rows, q8_head_dim(rows.shape[-1]))
+        return bf16_to_f32(rows) if self.dtype == "bf16" else rows.astype(np.float32, copy=False)
 
     def indices(self, numbers: Iterable[int]) -> Array:
         """i64[n] on the device of the keys and values."""

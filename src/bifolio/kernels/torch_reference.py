@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from bifolio.errors import PhaseError
+from bifolio.kernels import torch_choice
 from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
@@ -40,6 +41,7 @@ from bifolio.kernels.interface import (
     Storage,
     XieluCoefficients,
 )
+from bifolio.kernels.query_split import split_queries
 from bifolio.kernels.torch_adapters import DOWN, UP, adapted, of_expert, on_torch
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_attention import attend_cached, attend_fresh, rotate, scale_by_position
@@ -182,6 +184,29 @@ class TorchKernels(TorchArrays):
     ) -> Array:
         outputs = [self._attend_segment(heads, shape, segment, storage) for segment in segments]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def choose(
+        self,
+        heads: Heads,
+        weights: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        return torch_choice.choose(heads, weights, shape, split_queries(segments, shape.top_k), storage)
+
+    def attend_chosen(
+        self,
+        heads: Heads,
+        chosen: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        split = split_queries(segments, shape.top_k)
+        if not split.choosing:
+            return self.attend(heads, shape, segments, storage)
+        return torch_choice.attend_chosen(self, heads, chosen, shape, split, storage)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         gate, up = x.chunk(2, dim=-1)

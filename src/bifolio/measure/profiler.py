@@ -29,7 +29,7 @@ NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: a pass outside its operat
 OPERATION_PARTS = {
     "embedding": ("embed", "given", "tap"),
     "projections": ("head_linear", "all_gather", "all_reduce"),
-    "attention": ("rotation", "rope_and_write", "attend", "recur", "join_latent"),
+    "attention": ("rotation", "rope_and_write", "attend", "recur", "join_latent", "choose", "attend_chosen"),
     "MLP": ("act", "act_mul", "gate", "route", "mix_experts"),
     "logits": ("take", "logits"),
 }  # products by their weights, all other operations: norms

@@ -66,7 +66,7 @@ class PassWork:
         """Attention, recurrence and experts of a layer."""
         shape = layer.shape
         for segment in batch.segments if layer.has_attention else ():
-            pairs, context = seen_pairs(segment, shape.window)
+            pairs, context = seen_pairs(segment, shape.window or shape.top_k or None)
             flops = 4.0 * shape.num_heads * shape.head_dim * pairs  # one product for scores, one for values
             totals["attention"].add(flops, 2.0 * shape.num_kv_heads * shape.head_dim * self._entry_bytes * context)
         if layer.recurrent is not None:
@@ -113,6 +113,7 @@ def products_of(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:
         found: list[Linear | None] = [layer.qkv, layer.output, layer.gate]
         if layer.latent is not None:
             found += [layer.latent.query_down, layer.latent.query, layer.latent.latent]
+            found += [] if layer.latent.index is None else layer.latent.index.linears()
         if layer.recurrent is not None:
             found += [layer.recurrent.input, layer.recurrent.output]
             own = layer.recurrent.selective

@@ -298,6 +298,12 @@ def _latent(prefix: str, names: LatentNames, latent: LatentWeights) -> Iterator[
     yield from norm_tensors(prefix + names.latent_norm, latent.latent_norm)
     yield from _expert_linears(prefix, (names.key_up,), latent.key_up.heads)
     yield from _expert_linears(prefix, (names.value_up,), latent.value_up.heads)
+    index, own = latent.index, names.index
+    if index is not None:
+        yield from _linear(prefix, (own.query,), index.query)
+        yield from _linear(prefix, (own.key,), index.key)
+        yield from norm_tensors(prefix + own.key_norm, index.key_norm)
+        yield NamedTensor(f"{prefix}{own.weights}.weight", _quantized(index.weights.parts[0]), "router")
 
 
 def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeights) -> Iterator[NamedTensor]:

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class IndexNames:
+    """Names of the projections of an indexer."""
+
+    query: str
+    key: str
+    key_norm: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
 class LatentNames:
     """Names of the projections around cached latents; those by head are one tensor [heads, out, in]."""
 
@@ -17,6 +27,7 @@ class LatentNames:
     latent_norm: str
     key_up: str
     value_up: str
+    index: IndexNames
 
 
 HF_LATENT = LatentNames(
@@ -28,6 +39,12 @@ HF_LATENT = LatentNames(
     latent_norm="self_attn.kv_a_layernorm",
     key_up="self_attn.k_b_proj",
     value_up="self_attn.v_b_proj",
+    index=IndexNames(
+        query="self_attn.indexer.wq_b",
+        key="self_attn.indexer.wk",
+        key_norm="self_attn.indexer.k_norm",
+        weights="self_attn.indexer.weights_proj",
+    ),
 )
 GGUF_LATENT = LatentNames(
     query_down="attn_q_a",
@@ -38,4 +55,5 @@ GGUF_LATENT = LatentNames(
     latent_norm="attn_kv_a_norm",
     key_up="attn_k_b",
     value_up="attn_v_b",
+    index=IndexNames("indexer.attn_q_b", "indexer.attn_k", "indexer.k_norm", "indexer.proj"),
 )

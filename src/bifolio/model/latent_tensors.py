@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from bifolio.config import ModelConfig
-from bifolio.kernels.interface import HeadLinear, Linear
+import math
+
+from bifolio.config import LatentConfig, ModelConfig
+from bifolio.kernels.interface import AttentionShape, HeadLinear, Linear, Norm
 from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
-from bifolio.model.latent_names import LatentNames
-from bifolio.model.latent_weights import LatentWeights
+from bifolio.model.latent_names import IndexNames, LatentNames
+from bifolio.model.latent_weights import IndexWeights, LatentWeights
 from bifolio.model.norm_tensors import stored_norm
+
+INDEX_EPS = 1e-6  # of the norm of an indexer's keys, in all networks
 
 
 def assemble_latent(
-    config: ModelConfig, own: LatentNames | None, prefix: str, fetch: Fetch, vector: FetchVector
+    config: ModelConfig, own: LatentNames | None, layer: int, prefix: str, fetch: Fetch, vector: FetchVector
 ) -> LatentWeights | None:
     """The projections of a layer; None: its attention is not over latents."""
     mla = config.mla
@@ -36,4 +40,40 @@ def assemble_latent(
         latent_norm=stored_norm(config, prefix + own.latent_norm, mla.latent_size, vector),
         key_up=by_head(own.key_up, mla.latent_size, mla.nope_size),
         value_up=by_head(own.value_up, mla.value_size, mla.latent_size),
+        index=_indexer(config, mla, own.index, layer, prefix, fetch, vector),
+    )
+
+
+def _indexer(
+    config: ModelConfig,
+    mla: LatentConfig,
+    own: IndexNames,
+    layer: int,
+    prefix: str,
+    fetch: Fetch,
+    vector: FetchVector,
+) -> IndexWeights | None:
+    """The indexer of a layer, if it has one."""
+    if layer not in config.indexed_layers:
+        return None
+    heads, size, d = mla.index_heads, mla.index_size, config.hidden_size
+
+    def linear(name: str, rows: int, columns: int) -> Linear:
+        return Linear((fetch(f"{prefix}{name}.weight", (rows, columns)),), (None,))
+
+    norm, bias = (vector(f"{prefix}{own.key_norm}.{part}", (size,)) for part in ("weight", "bias"))
+    return IndexWeights(
+        shape=AttentionShape(
+            layer=len(config.cached_layers) + config.indexed_layers.index(layer),
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=size,
+            scale=1 / math.sqrt(heads * size),
+            rope_interleaved=mla.index_interleaved,
+            top_k=mla.index_top_k,
+        ),
+        query=linear(own.query, heads * size, mla.query_rank),
+        key=linear(own.key, size, d),
+        key_norm=Norm(norm, bias, INDEX_EPS, centered=True),
+        weights=linear(own.weights, heads, d),
     )

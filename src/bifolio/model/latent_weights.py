@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bifolio.kernels.interface import Array, HeadLinear, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Array, AttentionShape, HeadLinear, KernelSet, Linear, Norm
 from bifolio.quant.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """The projections of an indexer, which chooses the positions that queries attend to."""
+
+    shape: AttentionShape  # of its heads; its layer of the cache is behind those of all layers
+    query: Linear  # [heads * size, rank]  of the compressed query
+    key: Linear  # [size, d]
+    key_norm: Norm
+    weights: Linear  # [heads, d]
+
+    def linears(self) -> list[Linear]:
+        return [self.query, self.key, self.weights]
+
+    def prepared(self, kernels: KernelSet) -> IndexWeights:
+        return replace(
+            self,
+            query=kernels.prepare_linear(self.query),
+            key=kernels.prepare_linear(self.key),
+            key_norm=kernels.prepare_norm(self.key_norm),
+            weights=kernels.prepare_linear(self.weights),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +43,12 @@ class LatentWeights:
     latent_norm: Norm
     key_up: HeadLinear  # [latent, nope] of each head
     value_up: HeadLinear  # [value, latent] of each head
+    index: IndexWeights | None = None  # None: there is no indexer, or a layer reads the choice of an earlier one
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         linears = [self.query, self.latent, *self.key_up.heads, *self.value_up.heads]
         linears += [] if self.query_down is None else [self.query_down]
+        linears += [] if self.index is None else self.index.linears()
         return [part for linear in linears for part in linear.parts]
 
     def prepared(self, kernels: KernelSet) -> LatentWeights:
@@ -36,4 +61,5 @@ class LatentWeights:
             latent_norm=kernels.prepare_norm(self.latent_norm),
             key_up=kernels.prepare_head_linear(self.key_up),
             value_up=kernels.prepare_head_linear(self.value_up),
+            index=None if self.index is None else self.index.prepared(kernels),
         )

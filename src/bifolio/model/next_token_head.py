@@ -55,13 +55,18 @@ def load_next_token_head(file: ModelFile, target: LoadedModel) -> LoadedHead:
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of the head's layer: that of the last attention layer, with experts if the model has any."""
+    """The configuration of the head's layer: that of the last attention layer, with experts if the model has any.
+
+    A head attends to all positions: its drafts are checked, and contexts of few positions need no choice.
+    """
     last = config.attention_layers[-1]
+    mla = None if config.mla is None else replace(config.mla, index_heads=0, index_size=0, index_top_k=0)
     return replace(
         config,
         num_layers=1,
-        layers=(replace(config.layers[last], recurrent=False, mlp=True, dense=False, kv_source=None),),
+        layers=(replace(config.layers[last], recurrent=False, mlp=True, dense=False, kv_source=None, chooses=True),),
         recurrent=None,
+        mla=mla,
     )
 
 

@@ -265,7 +265,7 @@ def _layer(
     attention_norm = None if is_normed else residual_norm(names.attention_norm, mixes)
     ends_network = config.residual_norms and index == config.num_layers - 1  # its last norm is that of the network
     up, down = _mlp(config, names, index, linear)
-    latent = assemble_latent(config, names.latent, prefix, fetch, vector) if attends else None
+    latent = assemble_latent(config, names.latent, index, prefix, fetch, vector) if attends else None
     dim, kv_heads, writes = config.head_size(index), config.kv_heads(index), config.kv_source(index) == index
     value_size = config.num_heads * (config.value_dim(index) if config.mla is None else config.mla.value_size)
     sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.has_sinks(index) and attends else None

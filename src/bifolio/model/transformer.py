@@ -6,14 +6,14 @@ Training and serving run this function on the CPU and on a GPU; families differ 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.channel_scans import gated_units, selective_scan
 from bifolio.model.image_rows import given_rows
-from bifolio.model.latent_weights import LatentWeights
+from bifolio.model.latent_weights import IndexWeights, LatentWeights
 from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import (
@@ -25,7 +25,13 @@ from bifolio.model.weights import (
 )
 from bifolio.model.xielu import xielu_coefficients
 
-SharedHeads = dict[int, Heads]  # keys and values that later layers read, by layer of the cache
+
+@dataclass(slots=True, eq=False)
+class Carried:
+    """The results of layers of a pass that later ones read."""
+
+    heads: dict[int, Heads] = field(default_factory=dict)  # keys and values, by layer of the cache
+    chosen: Array | None = None  # i32[t, top_k]  positions that the last indexer chose
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -46,18 +52,18 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     if own is not None and second is None:
         second = token_inputs(own, batch.token_ids, kernels)
     inputs = None if own is None else layer_inputs(own, x, second, kernels)
-    shared: SharedHeads = {}
+    carried = Carried()
     if weights.streams is not None:
         x = spread_streams(weights.streams, x, kernels)
         for layer in weights.layers:
-            x = stream_layer(weights, layer, x, inputs, batch, kernels, storage, rotations, shared)
+            x = stream_layer(weights, layer, x, inputs, batch, kernels, storage, rotations, carried)
         return merged_streams(weights.streams, x, config.hidden_size, kernels)
     if config.residual_norms:
         return residual_normed_layers(weights, x, batch, kernels, storage, rotations)
     _tap(weights, 0, x, batch, kernels)
     for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
-        mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
+        mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, carried)
         if mixed is not None and config.kept_norms:
             x = kernels.add_to_streams(mixed, normed, (config.kept_norms,))
             normed = x if layer.mlp_norm is None else kernels.norm(x, layer.mlp_norm)
@@ -131,7 +137,7 @@ def stream_layer(
     kernels: KernelSet,
     storage: Storage | None,
     rotations: tuple[Rotation, ...],
-    shared: SharedHeads,
+    carried: Carried,
 ) -> Array:
     """One layer of a network with parallel streams, which computes the active stream and corrects the others."""
     config, own = weights.config, layer.streams
@@ -141,7 +147,7 @@ def stream_layer(
     normed = kernels.norm(expected, layer.attention_norm)
     low_rank = kernels.linear(kernels.linear(normed, own.low_rank_down), own.low_rank_up)
     residual = kernels.add(normed, kernels.norm(low_rank, own.low_rank_norm))
-    mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
+    mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, carried)
     current = expected if mixed is None else kernels.add(expected, mixed)
     current = kernels.add(current, residual, math.sqrt(0.5))
     normed = kernels.norm(current, layer.mlp_norm)
@@ -162,11 +168,11 @@ def token_mixing(
     kernels: KernelSet,
     storage: Storage | None,
     rotations: tuple[Rotation, ...],
-    shared: SharedHeads,
+    carried: Carried,
 ) -> Array | None:
     """The part of a layer that reads other tokens: attention, a recurrence, or the sum of both; None: neither."""
     attend = PagedAttentionLayer(layer)
-    mixed = attend(x, batch, kernels, storage, rotations, shared) if layer.has_attention else None
+    mixed = attend(x, batch, kernels, storage, rotations, carried) if layer.has_attention else None
     if layer.recurrent is not None:
         scanned = recurrence(layer.recurrent, x, batch, kernels, storage)
         mixed = scanned if mixed is None else kernels.add(mixed, scanned)
@@ -209,20 +215,29 @@ class PagedAttentionLayer:
         kernels: KernelSet,
         storage: Storage | None,
         rotations: tuple[Rotation, ...],
-        shared: SharedHeads | None = None,
+        carried: Carried | None = None,
     ) -> Array:
-        layer, shared = self.weights, {} if shared is None else shared
+        layer, carried = self.weights, Carried() if carried is None else carried
         rotation = None if layer.rope is None else rotations[layer.rope]
         latent = layer.latent
-        qkv = product(x, layer.qkv, batch, kernels) if latent is None else latent_qkv(latent, x, batch, kernels)
+        if latent is None:
+            qkv = product(x, layer.qkv, batch, kernels)
+        else:
+            compressed = compressed_queries(latent, x, batch, kernels)
+            qkv = latent_qkv(latent, x, compressed, batch, kernels)
+            if latent.index is not None:
+                carried.chosen = chosen_positions(latent.index, x, compressed, batch, kernels, storage, rotation)
         if layer.norms is not None:
             qkv = normed_heads(qkv, layer.norms, kernels)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
         if layer.kv_is_shared:
-            shared[layer.shape.layer] = heads
+            carried.heads[layer.shape.layer] = heads
         elif layer.shape.queries_only:
-            heads = shared[layer.shape.layer]._replace(query=heads.query)
-        mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
+            heads = carried.heads[layer.shape.layer]._replace(query=heads.query)
+        if layer.shape.top_k:
+            mixed = kernels.attend_chosen(heads, carried.chosen, layer.shape, batch.segments, storage)
+        else:
+            mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
         if layer.values is not None:
@@ -245,15 +260,37 @@ def normed_heads(qkv: Array, norms: HeadNorms, kernels: KernelSet) -> Array:
     return kernels.join_columns([(query, *norms.own_queries), (key, *norms.own_keys), values])
 
 
-def latent_qkv(latent: LatentWeights, x: Array, batch: Batch, kernels: KernelSet) -> Array:
+def compressed_queries(latent: LatentWeights, x: Array, batch: Batch, kernels: KernelSet) -> Array:
+    """The input of the query projection: `x` itself where that is one matrix."""
+    if latent.query_down is None or latent.query_norm is None:
+        return x
+    return kernels.norm(product(x, latent.query_down, batch, kernels), latent.query_norm)
+
+
+def latent_qkv(latent: LatentWeights, x: Array, compressed: Array, batch: Batch, kernels: KernelSet) -> Array:
     """Queries that are compared with latents, and the latent itself as the key and the value of one head."""
-    inputs = x
-    if latent.query_down is not None and latent.query_norm is not None:
-        inputs = kernels.norm(product(x, latent.query_down, batch, kernels), latent.query_norm)
-    query = product(inputs, latent.query, batch, kernels)
+    query = product(compressed, latent.query, batch, kernels)
     absorbed = kernels.head_linear(query, latent.key_up, 0)
     key = product(x, latent.latent, batch, kernels)
     return kernels.join_latent(query, absorbed, key, latent.latent_norm, latent.rope_size)
+
+
+def chosen_positions(
+    index: IndexWeights,
+    x: Array,
+    compressed: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotation: Rotation | None,
+) -> Array:
+    """The positions that an indexer chooses for each query, i32[t, top_k]; its keys are written to the cache."""
+    query = kernels.linear(compressed, index.query)
+    key = kernels.norm(kernels.linear(x, index.key), index.key_norm)
+    width, size = index.query.out_features, index.shape.head_dim
+    rows = kernels.join_columns([(query, 0, width), (key, 0, size), (key, 0, size)])  # the key is its own value
+    heads = kernels.rope_and_write(rows, index.shape, rotation, batch, storage)
+    return kernels.choose(heads, kernels.linear(x, index.weights), index.shape, batch.segments, storage)
 
 
 def feed_forward(

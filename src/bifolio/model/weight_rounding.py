@@ -2,7 +2,7 @@
 
 q8_0 and q4_0 give the matrices that a file of `bifolio quantize` in that format has; one whose rows are no multiple of
 32 values stays as it is, and q4_0 leaves embedding and head 8 bits. FP8, on a GPU, rounds attention, plain MLPs and
-recurrent layers, with a scale for each row. Norms, routers and positions stay as they are, as do matrices that a file
+recurrent layers, with a scale for each row. Norms, positions and matrices that choose experts or positions stay as they are, as do matrices that a file
 holds quantised.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from bifolio.errors import ConfigError
 from bifolio.kernels.cpu import quickly_converted
 from bifolio.kernels.interface import KernelSet, Linear, Norm
+from bifolio.model.latent_weights import IndexWeights
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
 from bifolio.quant.convert import DENSE_FORMATS
@@ -27,6 +28,7 @@ from bifolio.quant.tensor import QuantizedTensor
 FP8 = "fp8"
 BLOCK_FORMATS = {"q8_0": QuantFormat.Q8_0, "q4_0": QuantFormat.Q4_0}
 OF_VOCABULARY = QuantFormat.Q8_0  # embedding and head, in either format
+DENSE_PARTS = ((MoeWeights, "router"), (IndexWeights, "weights"))  # small matrices that choose, dense in files, too
 Change = Callable[[Linear], Linear]
 
 
@@ -85,15 +87,15 @@ def _in_blocks(weights: ModelWeights, format: QuantFormat) -> ModelWeights:
 
 
 def _with_linears(value: Any, change: Change) -> Any:
-    """A part of the weights with every linear layer changed but routers."""
+    """A part of the weights with every linear layer changed but those that choose experts and positions."""
     if isinstance(value, Linear):
         return change(value)
     if isinstance(value, tuple):
         return tuple(_with_linears(part, change) for part in value) if type(value) is tuple else value
     if not is_dataclass(value) or isinstance(value, (type, Norm, QuantizedTensor)):
         return value
-    kept = ("router",) if isinstance(value, MoeWeights) else ()
-    old = {field.name: getattr(value, field.name) for field in fields(value) if field.init and field.name not in kept}
+    kept = next((name for kind, name in DENSE_PARTS if isinstance(value, kind)), "")
+    old = {field.name: getattr(value, field.name) for field in fields(value) if field.init and field.name != kept}
     new = {name: _with_linears(part, change) for name, part in old.items()}
     changed = {name: part for name, part in new.items() if part is not old[name]}
     return replace(value, **changed) if changed else value

@@ -246,6 +246,7 @@ def attention_shape(
         slopes=alibi_slopes(config.num_heads, config.alibi) if config.alibi else None,
         value_norm=_value_norm(config, layer),
         queries_only=config.kv_source(layer) != layer,
+        top_k=0 if config.mla is None else config.mla.index_top_k,
     )
 
 

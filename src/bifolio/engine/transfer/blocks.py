@@ -166,5 +166,5 @@ def kv_heads(engine: InferenceEngine, size: int) -> list[tuple[int, int]]:
 
 
 def num_arrays(layout: CacheLayout) -> int:
-    """Arrays of keys and values in all layers."""
-    return layout.num_layers if layout.shared_values else 2 * layout.num_layers
+    """Arrays of keys and values in all layers; latents are on every rank, and a block of them is one array."""
+    return 1 if layout.shared_values else 2 * layout.num_layers

@@ -15,6 +15,7 @@ import numpy as np
 
 from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, PhaseError
+from bifolio.kernels import host_choice
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Adapter,
@@ -154,9 +155,9 @@ class NativeKernels(NativeOperations, HostArrays):
         return format_code(self.native, accepted.format), np.ascontiguousarray(accepted.data)
 
     # -- a whole step -------------------------------------------------------------------------------------
-    def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
-        """The network as one native call."""
-        return NativeProgram(self, network)
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        """The network as one native call; None: it has indexers, whose choice numpy makes."""
+        return None if any(shape.top_k for shape in network.shapes) else NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
     @property
@@ -219,6 +220,32 @@ class NativeKernels(NativeOperations, HostArrays):
             shape = replace(shape, layer=0)
         return super().attend(heads, shape, segments, storage)
 
+    def choose(
+        self,
+        heads: Heads,
+        weights: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        return host_choice.choose(heads, weights, shape, segments, storage)
+
+    def attend_chosen(
+        self,
+        heads: Heads,
+        chosen: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        """The keys that a query chose are gathered, and become the context of a sequence of its own."""
+
+        def attend_rows(query: Array, keys: Array, shape: AttentionShape) -> Array:
+            storage, segment = gathered_cache(keys, segments[0])
+            return self.attend(Heads(query, None, None), replace(shape, layer=0), (segment,), storage)
+
+        return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage, attend_rows)
+
     def memory_of_ranks(self) -> Any:
         """The memory through which a program exchanges with other ranks."""
         if not isinstance(self.ranks, SharedMemoryRanks):
@@ -269,6 +296,28 @@ def temporary_cache(
     storage = KVStorage(CacheLayout(1, next_block, size, shape.num_kv_heads, shape.head_dim, "f32"))
     storage.write(0, index, heads.key, heads.value)
     return storage, tuple(found)
+
+
+def gathered_cache(keys: Array, segment: AttentionSegment) -> tuple[Storage, AttentionSegment]:
+    """Keys [n, length, head size], which are the values, as contexts of n sequences with one query each."""
+    count, length, dim = keys.shape
+    blocks = -(-length // TEMPORARY_BLOCK)
+    storage = KVStorage(CacheLayout(1, count * blocks, TEMPORARY_BLOCK, 1, dim, "f32", shared_values=True))
+    storage.keys[0].reshape(count, -1, dim)[:, :length] = keys
+    own = replace(
+        segment,
+        phase=AttentionPhase.DECODE,
+        token_start=0,
+        token_end=count,
+        query_starts=np.arange(count + 1, dtype=np.int32),
+        context_lens=np.full(count, length, np.int32),
+        block_tables=np.arange(count * blocks, dtype=np.int32).reshape(count, blocks),
+        fresh=False,
+        max_query_len=1,
+        max_context_len=length,
+        causal=True,
+    )
+    return storage, own
 
 
 def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from bifolio.errors import ConfigError
+from bifolio.kernels import torch_choice
 from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
@@ -39,6 +40,7 @@ from bifolio.kernels.interface import (
     Storage,
     XieluCoefficients,
 )
+from bifolio.kernels.query_split import LastSplit
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
@@ -96,6 +98,7 @@ class TritonKernels(TorchArrays):
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
         self._waits_for_host = False  # some experts are in the memory of the host
+        self._last_split = LastSplit()
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -140,6 +143,8 @@ class TritonKernels(TorchArrays):
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
         if self._waits_for_host:
             return None  # a captured step cannot wait for experts on the host
+        if any(shape.top_k for shape in network.shapes):
+            return None  # the host cuts contexts into those that an indexer reads and others
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
@@ -331,6 +336,32 @@ class TritonKernels(TorchArrays):
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
         return self.attention.attend(heads, shape, segments, storage)
+
+    def choose(
+        self,
+        heads: Heads,
+        weights: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        split, own = self._last_split.of(segments, shape.top_k), tensor(weights)
+        return torch_choice.choose(heads, own, shape, split, storage, 1 if self.deterministic else None)
+
+    def attend_chosen(
+        self,
+        heads: Heads,
+        chosen: Array,
+        shape: AttentionShape,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> Array:
+        """Through torch, query by query if the set is deterministic."""
+        split = self._last_split.of(segments, shape.top_k)
+        if not split.choosing:
+            return self.attend(heads, shape, segments, storage)
+        most = 1 if self.deterministic else None
+        return torch_choice.attend_chosen(self, heads, chosen, shape, split, storage, most)
 
     def stage_states(self, states: StagedStates) -> None:
         """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""

@@ -30,6 +30,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 GREEDY, GROUPS, BIASED = "greedy", "group_limited_greedy", "noaux_tc"  # choices of experts; the last is DeepSeek-V3's
 GLM, KIMI = "glm4_moe_lite", ("kimi_k2", "kimi_k25")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # families of their own
 DENSE = "first_k_dense_replace"
 KEY_SIZE, LOG_MULTIPLIER = ".attention.key_length_mla", ".rope.scaling.yarn_log_multiplier"
 KV_UP = "self_attn.kv_b_proj"  # of folders: key and value projections, head by head
@@ -138,7 +139,7 @@ LATENTS = (
 # -- experts ----------------------------------------------------------------------------------------------------------
 def method(values: Reading) -> str:
     """The choice of experts."""
-    is_biased = values.json.get("model_type") in ("deepseek_v3", *KIMI, GLM)
+    is_biased = values.json.get("model_type") in ("deepseek_v3", *KIMI, GLM, *INDEXED)
     found = values.json.text("topk_method", BIASED if is_biased else GREEDY)
     if found not in (GREEDY, GROUPS, BIASED):
         raise UnsupportedModelError(f"the routing {found!r} is not supported; supported: {GREEDY}, {GROUPS}, {BIASED}")
@@ -240,6 +241,8 @@ def joined_by_head(tensors: Iterator[NamedTensor], config: ModelConfig) -> Itera
             yield tensor
 
 
+REFUSED = {".attention.temperature_scale": "queries that grow with the position are not supported with latents"}
+
 FAMILY = Family(
     name="deepseek2",
     fields=(*LATENTS, *CHOICE),
@@ -252,7 +255,7 @@ FAMILY = Family(
     folder_source=SplitByHead,
     folder_tensors=joined_by_head,
     gguf_architectures=("deepseek2",),
-    gguf_refused={".attention.temperature_scale": "queries that grow with the position are not supported with latents"},
+    gguf_refused=REFUSED,
     gguf_interleaved=True,
     hf_next_token=HF_NEXT_TOKEN,
     gguf_next_token=GGUF_NEXT_TOKEN,
