@@ -2,8 +2,8 @@
 
 q8_0 and q4_0 give the matrices that a file of `bifolio quantize` in that format has; one whose rows are no multiple of
 32 values stays as it is, and q4_0 leaves embedding and head 8 bits. FP8, on a GPU, rounds attention, plain MLPs and
-recurrent layers, with a scale for each row. Norms, positions and matrices that choose experts or positions stay as they are, as do matrices that a file
-holds quantised.
+recurrent layers, with a scale for each row. Norms, positions and matrices that choose experts or positions stay as they
+are, as do matrices that a file holds quantised.
 """
 
 from __future__ import annotations
