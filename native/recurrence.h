@@ -1,11 +1,11 @@
-// Recurrent layers: the part between the input and the output projection, for four kinds of layers.
+// Recurrent layers: the part between the input and the output projection, for five kinds of layers.
 #pragma once
 
 #include "ops.h"
 
 namespace bifolio {
 
-enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3 };
+enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Keyed = 4 };
 
 // The columns of an input row, and the computation, are described in kernels/operands.py (Recurrence).
 struct RecurrenceWeights {
@@ -13,8 +13,8 @@ struct RecurrenceWeights {
   int64_t width, channels, heads, groups, key_size, value_size;
   const float* conv_weight;  // [width][channels]
   const float* conv_bias;    // [channels], may be null
-  const float* decay;        // [heads]; selective: [key_size][value_size]
-  const float* bias;         // [heads]
+  const float* decay;        // [heads]; selective: [key_size][value_size]; keyed: [heads][key_size]
+  const float* bias;         // [heads]; keyed: [heads][key_size]
   const float* skip;         // [heads], may be null; selective: [value_size]
   const NormWeights* norm;   // may be null
   bool norm_first;
@@ -24,11 +24,14 @@ struct RecurrenceWeights {
 
   int64_t keys() const { return groups * key_size; }
   int64_t inner() const { return heads * value_size; }
+  bool keyed() const { return kind == RecurrenceKind::Keyed; }
+  bool delta() const { return kind == RecurrenceKind::Delta || keyed(); }
+  int64_t steps() const { return heads * (keyed() ? key_size : 1); }  // of a token: each gives a decay
   bool only_convolves() const { return kind == RecurrenceKind::Conv || kind == RecurrenceKind::Selective; }
   int64_t in_features() const {
     if (kind == RecurrenceKind::Selective) return channels;
     if (kind == RecurrenceKind::Conv) return 3 * channels;
-    return 2 * (inner() + keys()) + (kind == RecurrenceKind::Delta ? 2 : 1) * heads;
+    return 2 * (inner() + keys()) + steps() + (delta() ? heads : 0);
   }
   int64_t out_features() const { return only_convolves() ? channels : inner(); }
   int64_t scan_features() const { return 3 * channels + 2 * key_size; }  // of the input of scan

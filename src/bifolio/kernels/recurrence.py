@@ -26,7 +26,7 @@ def states_of(batch: Batch) -> StateUse:
 def recur(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
     """[t, out_features]"""
     r, use = recurrence, states_of(batch)
-    step = {"conv": _conv_step, "delta": _delta_step, "mamba": _mamba_step, "selective": _selective_step}[r.kind]
+    step = STEPS[r.kind]
     out = np.empty((x.shape[0], r.out_features), np.float32)
     for read, (start, end) in zip(use.reads, pairwise(use.starts), strict=True):
         window = np.zeros((r.width - 1, r.channels), np.float32)
@@ -78,11 +78,12 @@ def _delta_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
     q, k, v = np.split(_silu(mixed), [keys, 2 * keys])
     q, k = (_to_heads(_unit(part.reshape(r.groups, r.key_size)), r)[:, :, None] for part in (q, k))  # [H, K, 1]
     q = q / np.float32(np.sqrt(r.key_size))
-    state = state * np.exp(r.decay * _softplus(a + r.bias))[:, None, None]
+    steps = _softplus(a + r.bias).reshape(r.heads, -1, 1)  # [H, 1, 1], keyed: [H, K, 1]
+    state = state * np.exp(steps * np.asarray(r.decay)[:, None, None])
     change = _sigmoid(beta)[:, None] * (v.reshape(r.heads, r.value_size) - (state * k).sum(axis=1))
     state = state + k * change[:, None, :]
     y = _norm((state * q).sum(axis=1), r.norm)
-    return y.reshape(-1) * _silu(z), window, state
+    return y.reshape(-1) * (_sigmoid(z) if r.kind == "keyed" else _silu(z)), window, state
 
 
 def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:
@@ -103,6 +104,15 @@ def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
         y = y * _silu(z)
     y = _norm(y.reshape(r.norm_groups, -1), r.norm).reshape(-1)
     return y * _silu(z) if r.norm_first else y, window, state
+
+
+STEPS = {
+    "conv": _conv_step,
+    "delta": _delta_step,
+    "keyed": _delta_step,
+    "mamba": _mamba_step,
+    "selective": _selective_step,
+}
 
 
 def _convolve(x: Array, window: Array, r: Recurrence) -> tuple[Array, Array]:
