@@ -31,6 +31,7 @@ ROWS = (
     *GEMMA4,
     "granite",
     "hunyuan_dense",
+    "kimi_linear",
     "lfm3",
     "mimo_v2_flash",
     "mistral3",

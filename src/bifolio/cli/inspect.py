@@ -32,6 +32,13 @@ EPILOG = """Examples:
   bifolio inspect --diff smol.q8_0.gguf smol.q4_k_m.gguf
 
   bifolio inspect ./model --json | jq .formats"""
+RECURRENT_KINDS = {
+    "conv": "gated convolutions",
+    "delta": "gated delta rule",
+    "keyed": "gated delta rule with a decay for each key channel",
+    "mamba": "Mamba-2",
+    "selective": "Mamba",
+}
 _SHOWN_ITEMS = 6  # of a long array
 MAX_DEFAULT_LEN = 8192  # tokens; the default of `LLM`
 
@@ -295,7 +302,7 @@ def recurrent_lines(config: ModelConfig) -> list[str]:
     own = config.recurrent
     if own is None:
         return []
-    kind = {"conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2"}[own.kind]
+    kind = RECURRENT_KINDS[own.kind]
     size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
     return [
         f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}, "

@@ -77,6 +77,7 @@ class LatentConfig:
     nope_size: int
     value_size: int  # of a head, after its value projection
     query_rank: int = 0  # rank of the query projection; 0: one matrix
+    norm_eps: float = 0.0  # of the norms of latents and compressed queries; 0: that of the model
 
     def __post_init__(self) -> None:
         for name in ("latent_size", "rope_size", "nope_size", "value_size"):

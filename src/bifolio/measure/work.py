@@ -111,9 +111,7 @@ def products_of(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:
         if layer.latent is not None:
             found += [layer.latent.query_down, layer.latent.query, layer.latent.latent]
         if layer.recurrent is not None:
-            found += [layer.recurrent.input, layer.recurrent.output]
-            own = layer.recurrent.selective
-            found += [] if own is None else [own.parameters, own.step]
+            found += [layer.recurrent.input, layer.recurrent.output, *layer.recurrent.inner]
         if layer.inputs is not None:
             found += [layer.inputs.gate, layer.inputs.projection]
         if layer.streams is not None:

@@ -8,6 +8,7 @@ from bifolio.arrays import array_namespace
 from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
 from bifolio.model.fetch import Fetch, FetchVector
+from bifolio.model.keyed_tensors import KeyedNames, assemble_keyed
 from bifolio.model.selective_tensors import SelectiveNames, assemble_selective, selective_decay
 from bifolio.model.weights import RecurrentWeights
 
@@ -21,7 +22,7 @@ class RecurrentNames:
     """
 
     input: tuple[tuple[str, int], ...]  # (name, number of pieces), in order
-    conv: str
+    conv: str | tuple[str, str, str]  # three names: of q, k and v
     output: str
     decay: str = ""  # with its suffix
     bias: str = ""  # with its suffix
@@ -30,14 +31,22 @@ class RecurrentNames:
     conv_axis: bool = False  # the convolution is stored as [channels, 1, width]
     decay_log: bool = False  # the file has log(-decay)
     column_vectors: bool = False  # decay and skip are stored as [heads, 1]
+    decay_axes: bool = False  # decay is stored as [1, 1, heads, 1]
     grouped_norm: bool = False  # the norm is stored as [groups, size / groups]
     selective: SelectiveNames | None = None
+    keyed: KeyedNames | None = None
 
-    def conv_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
-        return (own.channels, 1, own.width) if self.conv_axis else (own.channels, own.width)
+    def conv_parts(self, own: RecurrentConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of each tensor of the convolution, in the order of its channels."""
+        keys, names = own.groups * own.key_size, (self.conv,) if isinstance(self.conv, str) else self.conv
+        sizes = (own.channels,) if len(names) == 1 else (keys, keys, own.inner_size)
+        ends = (1, own.width) if self.conv_axis else (own.width,)
+        return tuple((name, (size, *ends)) for name, size in zip(names, sizes, strict=True))
 
     def vector_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
         """Of decay and skip; the bias is always a vector."""
+        if self.decay_axes:
+            return (1, 1, own.heads, 1)
         return (own.heads, 1) if self.column_vectors else (own.heads,)
 
     def norm_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
@@ -65,13 +74,18 @@ def assemble_recurrence(
             tuple(vector(f"{prefix}{name}.bias", (size,)) if own.projection_bias else None for name, size in parts),
         )
 
+    def convolution() -> Array:
+        parts = [vector(f"{prefix}{name}.weight", shape) for name, shape in names.conv_parts(own)]
+        rows = parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts, axis=0)
+        return rows.reshape(own.channels, own.width)
+
     decay = None
     if names.decay and own.vectors:
         decay = flat(names.decay, heads)
         decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
     if is_selective:
         decay = selective_decay(vector(prefix + names.decay, (own.channels, own.key_size)), names.decay_log)
-    has_skip = bool(names.skip) and (own.vectors > 2 or is_selective)
+    has_skip = bool(names.skip) and (own.kind == "mamba" or is_selective)
     recurrence = Recurrence(
         kind=own.kind,
         layer=config.recurrent_layers.index(layer),
@@ -81,10 +95,10 @@ def assemble_recurrence(
         groups=own.groups,
         key_size=own.key_size,
         value_size=own.value_size,
-        conv_weight=vector(f"{prefix}{names.conv}.weight", names.conv_shape(own)).reshape(own.channels, own.width),
-        conv_bias=flat(names.conv + ".bias", (own.channels,)) if own.conv_bias else None,
+        conv_weight=convolution(),
+        conv_bias=flat(f"{names.conv}.bias", (own.channels,)) if own.conv_bias else None,
         decay=decay,
-        bias=flat(names.bias, (own.heads,)) if names.bias and own.vectors else None,
+        bias=flat(names.bias, (own.bias_size,)) if names.bias and own.vectors else None,
         skip=flat(names.skip, (own.channels,) if is_selective else heads) if has_skip else None,
         norm=Norm(flat(names.norm + ".weight", names.norm_shape(own)), None, config.norm_eps, False)
         if own.norm_size
@@ -99,6 +113,7 @@ def assemble_recurrence(
         recurrence,
         linear(((names.output, d),), own.inner_size),
         None if names.selective is None else assemble_selective(own, names.selective, prefix, fetch, vector),
+        None if names.keyed is None else assemble_keyed(own, names.keyed, prefix, fetch),
     )
 
 

@@ -13,6 +13,7 @@ from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.image_rows import given_rows
+from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
@@ -178,6 +179,8 @@ def recurrence(
     if recurrent.selective is not None:
         mixed = selective_scan(recurrent, recurrent.selective, inputs, batch, kernels, storage)
         return joined(mixed, recurrent.output, batch, kernels)
+    if recurrent.keyed is not None:
+        inputs = keyed_rows(recurrent, recurrent.keyed, inputs, kernels)
     return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, batch, kernels)
 
 
@@ -200,6 +203,16 @@ def selective_scan(
     rows = (inputs, r.channels, 2 * r.channels), (x, 0, r.channels), (kernels.linear(parts[0], own.step), 0, r.channels)
     states = ((part, 0, r.key_size) for part in parts[1:])
     return kernels.scan(kernels.join_columns([*rows, *states]), r, batch, storage)
+
+
+def keyed_rows(recurrent: RecurrentWeights, own: KeyedWeights, inputs: Array, kernels: KernelSet) -> Array:
+    """|q|k|v|z|beta|a| from |q|k|v|beta| and the first halves of the products of low rank that give a and z."""
+    r, rank = recurrent.recurrence, own.decay.in_features
+    end = r.channels + r.heads  # of beta
+    a = kernels.linear(kernels.join_columns([(inputs, end, end + rank)]), own.decay)
+    z = kernels.linear(kernels.join_columns([(inputs, end + rank, end + 2 * rank)]), own.gate)
+    parts = (inputs, 0, r.channels), (z, 0, r.out_features), (inputs, r.channels, end), (a, 0, r.heads * r.key_size)
+    return kernels.join_columns(parts)
 
 
 def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:
