@@ -83,6 +83,7 @@ struct RecurrenceHolder {
   std::vector<Vector> vectors;     // that the weights point into
   std::vector<float> conv_weight;  // [width][channels]
   std::vector<float> decays;       // keyed: that of its head for each key
+  std::vector<float> open;         // [channels]  ones, of a convolution without activation
   RecurrenceWeights weights;
 };
 

@@ -34,7 +34,7 @@ Register record_recur(ProgramHolder& self, Register x, int64_t layer, const Recu
 
 Register record_scan(ProgramHolder& self, Register x, int64_t layer, const RecurrenceHolder& holder) {
   const RecurrenceWeights& weights = self.hold(holder).weights;
-  require(weights.kind == RecurrenceKind::Selective, "scan takes a selective recurrence");
+  require(weights.by_channel(), "scan takes a recurrence by channel");
   self.require_register("x", x, weights.scan_features());
   self.require_tokens("x", x);
   require_between("layer", layer, 0, kMaxLayers);
@@ -52,7 +52,7 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
                                    nb::handle skip, const NormHolder* norm, bool norm_first, int64_t norm_groups, float least_step,
                                    float most_step, bool tiled)
     : weights{} {
-  require_between("kind", kind, 0, 4);
+  require_between("kind", kind, 0, 6);
   require_between("width", width, 1, kMaxTaps);
   require_between("channels", channels, 1, kMaxWidth / 3);
   const Input given = input("conv_weight", weight_array);
@@ -78,19 +78,28 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
     w.skip = needed_vector("skip", skip, channels, vectors);
     return;
   }
+  if (w.kind == RecurrenceKind::Lru) {
+    require(heads == 1 && key_size == 1 && value_size == channels, "a linear unit must have one head of as many values as channels, and one key");
+    w.heads = w.groups = 1, w.key_size = 1, w.value_size = value_size;
+    w.decay = needed_vector("decay", decay, channels, vectors);
+    w.bias = needed_vector("bias", bias, 2 * channels, vectors);
+    open.assign(size_t(channels), 1.0f);
+    w.open = open.data();
+    return;
+  }
   require_between("value_size", value_size, 1, kMaxStateSize);
   w.heads = heads, w.groups = groups, w.key_size = key_size, w.value_size = value_size, w.tiled = tiled;
   require(channels == 2 * w.keys() + w.inner(), "channels is ", channels, " and must be ", 2 * w.keys() + w.inner(),
           ": those of two keys for each group and of a value for each head");
   require_between("the width of a row", w.in_features(), 1, kMaxWidth);
   w.decay = needed_vector("decay", decay, heads, vectors);
-  w.bias = needed_vector("bias", bias, w.steps(), vectors);
+  if (w.kind != RecurrenceKind::Lightning) w.bias = needed_vector("bias", bias, w.steps(), vectors);
   if (w.keyed()) {
     for (int64_t step = 0; step < w.steps(); ++step) decays.push_back(w.decay[step / key_size]);
     w.decay = decays.data();
   }
   w.skip = optional_vector("skip", skip, heads, vectors);
-  require(!w.skip || w.kind == RecurrenceKind::Mamba, "skip must be None for the delta rule");
+  require(!w.skip || w.kind == RecurrenceKind::Mamba, "skip must be None for the delta rule and for lightning attention");
   require(least_step >= 0.0f && least_step <= most_step, "the limits of steps are ", least_step, " and ", most_step,
           ": the first must be at least 0 and not above the second");
   require_between("norm_groups", norm_groups, 1, heads);

@@ -40,7 +40,8 @@ class Recurring {
 
  private:
   // -- columns of an input row ----------------------------------------------------------------------------------------------
-  int64_t first_channel() const { return w_.kind == RecurrenceKind::Mamba ? w_.inner() : 0; }
+  bool has_keys_last() const { return w_.kind == RecurrenceKind::Mamba || w_.kind == RecurrenceKind::Lightning; }
+  int64_t first_channel() const { return has_keys_last() ? w_.inner() : 0; }
   const float* channels(int64_t token) const { return x_.row(token) + first_channel(); }
   const float* gate(int64_t token) const { return x_.row(token) + (w_.delta() ? w_.channels : 0); }  // z
   const float* head_gates(int64_t token) const { return x_.row(token) + w_.channels + w_.inner(); }  // beta and a, or dt
@@ -67,7 +68,7 @@ class Recurring {
     ConvolutionRow row{};
     row.width = w_.width, row.size = size, row.weight = w_.conv_weight + begin, row.stride = w_.channels;
     row.bias = w_.conv_bias ? w_.conv_bias + begin : nullptr;
-    row.gate = w_.kind == RecurrenceKind::Conv ? x_.row(token) + w_.channels + begin : nullptr;
+    row.gate = w_.kind == RecurrenceKind::Conv ? x_.row(token) + w_.channels + begin : w_.open ? w_.open + begin : nullptr;
     row.out = out;
     for (int64_t tap = 0; tap < w_.width; ++tap) find_input(token, w_.width - 1 - tap, begin, row.inputs[tap], row.factors[tap]);
     kernels().convolve_row(row);
@@ -109,6 +110,10 @@ class Recurring {
   float* rates(int64_t token) const { return decays(token) + w_.steps(); }
 
   void find_gates(int64_t token) const {
+    if (w_.kind == RecurrenceKind::Lightning) {
+      std::fill_n(rates(token), w_.heads, 1.0f);
+      return kernels().exp_row(rates(token), w_.decay, w_.heads, decays(token));
+    }
     const float* given = head_gates(token);
     if (w_.kind == RecurrenceKind::Mamba) {
       kernels().decay_row(given, w_.bias, w_.decay, w_.heads, w_.least_step, w_.most_step, rates(token), decays(token));
@@ -195,7 +200,7 @@ class Recurring {
   }
 
   void close_gate(int64_t token, float* y) const {
-    if (w_.keyed()) return kernels().gate_row(gate(token), y, out_.width, y);
+    if (w_.keyed() || w_.kind == RecurrenceKind::Lightning) return kernels().gate_row(gate(token), y, out_.width, y);
     kernels().act_mul_row(gate(token), y, out_.width, Activation::Silu, y);
   }
 

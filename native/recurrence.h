@@ -1,11 +1,11 @@
-// Recurrent layers: the part between the input and the output projection, for five kinds of layers.
+// Recurrent layers: the part between the input and the output projection, for seven kinds of layers.
 #pragma once
 
 #include "ops.h"
 
 namespace bifolio {
 
-enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Keyed = 4 };
+enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Lightning = 4, Lru = 5, Keyed = 6 };
 
 // The columns of an input row, and the computation, are described in kernels/operands.py (Recurrence).
 struct RecurrenceWeights {
@@ -13,8 +13,9 @@ struct RecurrenceWeights {
   int64_t width, channels, heads, groups, key_size, value_size;
   const float* conv_weight;  // [width][channels]
   const float* conv_bias;    // [channels], may be null
-  const float* decay;        // [heads]; selective: [key_size][value_size]; keyed: [heads][key_size]
-  const float* bias;         // [heads]; keyed: [heads][key_size]
+  const float* open;         // [channels]  ones, the gate of a convolution without activation (lru); null elsewhere
+  const float* decay;        // [heads]; selective: [key_size][value_size]; lru: [channels]; keyed: [heads][key_size]
+  const float* bias;         // [heads]; lru: [2 * channels]; keyed: [heads][key_size]
   const float* skip;         // [heads], may be null; selective: [value_size]
   const NormWeights* norm;   // may be null
   bool norm_first;
@@ -27,14 +28,16 @@ struct RecurrenceWeights {
   bool keyed() const { return kind == RecurrenceKind::Keyed; }
   bool delta() const { return kind == RecurrenceKind::Delta || keyed(); }
   int64_t steps() const { return heads * (keyed() ? key_size : 1); }  // of a token: each gives a decay
-  bool only_convolves() const { return kind == RecurrenceKind::Conv || kind == RecurrenceKind::Selective; }
+  bool by_channel() const { return kind == RecurrenceKind::Selective || kind == RecurrenceKind::Lru; }
+  bool only_convolves() const { return kind == RecurrenceKind::Conv || by_channel(); }
   int64_t in_features() const {
-    if (kind == RecurrenceKind::Selective) return channels;
+    if (by_channel()) return channels;
     if (kind == RecurrenceKind::Conv) return 3 * channels;
-    return 2 * (inner() + keys()) + steps() + (delta() ? heads : 0);
+    const int64_t gates = delta() ? heads + steps() : kind == RecurrenceKind::Mamba ? heads : 0;
+    return 2 * (inner() + keys()) + gates;
   }
   int64_t out_features() const { return only_convolves() ? channels : inner(); }
-  int64_t scan_features() const { return 3 * channels + 2 * key_size; }  // of the input of scan
+  int64_t scan_features() const { return 3 * channels + (kind == RecurrenceKind::Selective ? 2 * key_size : 0); }  // of the input of scan
   int64_t group(int64_t head) const { return tiled ? head % groups : head / (heads / groups); }
 };
 
@@ -56,7 +59,7 @@ struct StateUse {
 void recur(Member& m, Rows x, const RecurrenceWeights& weights, const StateUse& use, const StateLayer* layer, Rows out,
            Workspace& workspace);
 
-// The scan of a selective layer, behind its convolution, from rows |z|x|dt|b|c|.
+// The scan of a layer by channel, behind its convolution, from rows |z|x|dt|b|c| (selective) or |x|r|i| (lru).
 void scan(Member& m, Rows x, const RecurrenceWeights& weights, const StateUse& use, const StateLayer* layer, Rows out);
 
 }  // namespace bifolio

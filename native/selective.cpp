@@ -1,4 +1,5 @@
-// The scan of selective layers (Mamba): a state of [key_size] for each channel, whose step, input and output depend on the token.
+// The scans of layers with a state for each channel: of [key_size] with steps, inputs and outputs that depend on the token
+// (selective, Mamba), or of one number with two gates that do (lru).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,7 +13,7 @@ namespace {
 constexpr int64_t kChannels = 128;  // of one unit: their states stay in the cache of a core
 
 // The channels [begin, begin + count) of one sequence, token by token.
-void scan_channels(Rows x, const RecurrenceWeights& w, const StateUse& use, const StateLayer* layer, Rows out, int64_t sequence,
+void scan_selective(Rows x, const RecurrenceWeights& w, const StateUse& use, const StateLayer* layer, Rows out, int64_t sequence,
                    int64_t begin, int64_t count, float* state) {
   const int64_t size = w.key_size * w.channels;
   float *steps = state + w.key_size * kChannels, *decays = steps + kChannels, *inputs = decays + kChannels, *none = inputs + kChannels;
@@ -48,6 +49,39 @@ void scan_channels(Rows x, const RecurrenceWeights& w, const StateUse& use, cons
   }
 }
 
+// 1 - e^x for x <= 0, without cancellation near 0; `power` is e^x.
+inline float below_one(float x, float power) {
+  const float near = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))));
+  return x > -0.25f ? near : 1.0f - power;
+}
+
+void scan_units(Rows x, const RecurrenceWeights& w, const StateUse& use, const StateLayer* layer, Rows out, int64_t sequence,
+                int64_t begin, int64_t count, float* state) {
+  float *steps = state + kChannels, *decays = steps + kChannels, *inputs = decays + kChannels;
+  const float *own_decay = w.decay + begin, *bias = w.bias + begin;
+  const int32_t read = use.reads[sequence];
+  const bool continues = layer && read > 0;
+  if (continues) std::memcpy(state, layer->states + read * w.channels + begin, size_t(count) * sizeof(float));
+  for (int64_t token = use.starts[sequence]; token < use.starts[sequence + 1]; ++token) {
+    const float *value = x.row(token) + begin, *recurrent = value + w.channels, *entering = recurrent + w.channels;
+    for (int64_t i = 0; i < count; ++i) steps[i] = recurrent[i] + bias[i], inputs[i] = entering[i] + bias[w.channels + i];
+    kernels().sigmoid_row(steps, count, steps);
+    kernels().exp_row(steps, own_decay, count, decays);
+    kernels().gate_row(inputs, value, count, inputs);
+    if (!continues && token == use.starts[sequence]) {
+      std::memcpy(state, inputs, size_t(count) * sizeof(float));
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        const float left = below_one(2 * steps[i] * own_decay[i], decays[i] * decays[i]);
+        state[i] = decays[i] * state[i] + std::sqrt(left) * inputs[i];
+      }
+    }
+    std::memcpy(out.row(token) + begin, state, size_t(count) * sizeof(float));
+    if (layer && use.writes[token] > 0)
+      std::memcpy(layer->states + use.writes[token] * w.channels + begin, state, size_t(count) * sizeof(float));
+  }
+}
+
 }  // namespace
 
 void scan(Member& m, Rows x, const RecurrenceWeights& w, const StateUse& use, const StateLayer* layer, Rows out) {
@@ -56,7 +90,7 @@ void scan(Member& m, Rows x, const RecurrenceWeights& w, const StateUse& use, co
     float* state = m.scratch().array<float>(size_t((w.key_size + 4) * kChannels));
     for (int64_t unit = first; unit < last; ++unit) {
       const int64_t begin = unit % pieces * kChannels;
-      scan_channels(x, w, use, layer, out, unit / pieces, begin, std::min(kChannels, w.channels - begin), state);
+      (w.kind == RecurrenceKind::Lru ? scan_units : scan_selective)(x, w, use, layer, out, unit / pieces, begin, std::min(kChannels, w.channels - begin), state);
     }
   });
 }

@@ -17,6 +17,7 @@ from bifolio.model.keyed_tensors import KeyedNames
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import HF_LLAMA, assemble
+from bifolio.model.unit_tensors import UnitNames
 
 VOCABULARY = 61
 NAMES = {
@@ -34,6 +35,10 @@ NAMES = {
         keyed=KeyedNames("mix.decay", "mix.gate"),
     ),
     "wide conv": RecurrentNames((("conv.in", 3),), "conv.conv", "conv.out"),
+    "lightning": RecurrentNames((("light.in", 4),), "", "light.out", norm="light.norm"),
+    "lru": RecurrentNames(
+        (("unit.in", 2),), "unit.conv", "unit.out", units=UnitNames("unit.recurrent", "unit.input", "unit.a")
+    ),
     "mamba": RecurrentNames((("ssm.in", 5),), "ssm.conv", "ssm.out", "ssm.a", "ssm.dt", "ssm.d", norm="ssm.norm"),
 }
 
@@ -43,6 +48,11 @@ def recurrent_config(kind: str) -> RecurrentConfig:
     if kind in ("conv", "wide conv"):
         width = 3 if kind == "conv" else 7
         return RecurrentConfig("conv", channels=32, has_norm=False, **{**common, "width": width})
+    if kind == "lightning":
+        return RecurrentConfig(kind, width=1, channels=96, heads=4, groups=4, key_size=8, value_size=8)
+    if kind == "lru":
+        one = {"heads": 1, "groups": 1, "key_size": 1, "has_norm": False, "conv_bias": True}
+        return RecurrentConfig(kind, channels=40, value_size=40, gate_blocks=4, **one, **common)
     sizes = {"heads": 4, "groups": 2, "key_size": 8, "value_size": 8, "channels": 64}
     if kind == "delta":
         return RecurrentConfig("delta", **sizes, **common)
@@ -63,7 +73,7 @@ def hybrid_config(kind: str, **changes: Any) -> ModelConfig:
 
 @cache
 def tiny_hybrid(kind: str, seed: int = 0) -> LoadedModel:
-    """A model of one kind of recurrence: conv, delta, keyed, mamba, or a wide conv beside gates on the heads (LFM3)."""
+    """A model of one kind of recurrence (`NAMES`); "wide conv" also has gates on the heads (LFM3)."""
     generator, config = np.random.default_rng(seed), hybrid_config(kind)
 
     def matrix(name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -80,7 +80,7 @@ def main() -> int:
         own = x if tokens == 1 else x.to(torch.bfloat16)
         fused = norm if tokens == 1 else None
         launches = [
-            partial(moe.mix_experts, own, routing, experts, torch.bfloat16, norm=fused, residual=residual)
+            partial(moe.mixed, own, routing, experts, torch.bfloat16, norm=fused, residual=residual)
             for routing in routings
         ]
         seconds = time_in_graph(launches, 5)

@@ -117,6 +117,7 @@ NAMED: dict[str, list[Any]] = {
     "kernels": ["native"], "activations": ["int8", "nothing"], "speculative": [SpeculativeConfig("ngram")],
     "speculative_config": [{"method": "ngram"}], "model": ["no-such-model"], "max_model_len": [64],
     "kv_offload": ["1MB"], "kv_offload_dir": [scratch() / "tier"], "kv_offload_disk": ["1MB"],
+    "cpu_experts": ["all"],
 }  # fmt: skip
 ON_A_GPU = {  # and for hybrid models: nothing to see here
     "gpu_memory_utilization": "the share of a GPU's memory",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_files import adapter_folder
 from bifolio import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from bifolio.errors import ConfigError, RequestError
 from helpers import fresh_folder, tiny_folder, tiny_model
@@ -155,3 +156,24 @@ def test_what_cannot_sleep_says_so() -> None:
     with pytest.raises(ConfigError, match="draft model"):
         drafted.sleep()
     assert np.isfinite(tokens(llm)).all()
+
+
+@pytest.mark.parametrize("quantization", [None, "q8_0"])
+def test_weights_that_slept_or_were_replaced_are_rounded_and_have_their_adapters(quantization: str | None) -> None:
+    base = tiny_folder(fresh_folder("sleep"), intermediate_size=64)
+    other = tiny_folder(fresh_folder("sleep"), intermediate_size=64, seed=1)
+    options: Any = {"quantization": quantization, "lora_modules": {"a": adapter_folder(base)}, **SIZES}
+
+    def found(llm: LLM) -> list[Any]:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+        each = [llm.generate(PROMPT, params, lora_request=name)[0].outputs[0] for name in (None, "a")]
+        return [[entry.logprob for place in output.logprobs for entry in place.values()] for output in each]
+
+    with LLM(base, **options) as llm, LLM(other, **options) as of_other:
+        plain, adapted = found(llm)
+        assert plain != adapted
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert found(llm) == [plain, adapted]
+        llm.load_weights(other)
+        assert found(llm) == found(of_other) != [plain, adapted]

@@ -39,11 +39,11 @@ ADAPTER = "adapter"  # name of the adapter of a door
 ENTRIES = ("folder", "gguf", "serve")
 NORMED, DIFFER, TILED = "groups that the recurrent layers are normed in", "heads or inputs that differ", "in this file"
 WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a refusal of two ranks
-    **dict.fromkeys(product(("bamba", "granitehybrid"), ENTRIES), NORMED),
+    **dict.fromkeys(product(("bamba", "granitehybrid", "minimax"), ENTRIES), NORMED),
     **dict.fromkeys(product(("gemma3n", "gemma4", "mimo2"), ENTRIES), DIFFER),
     **dict.fromkeys(product(("qwen35", "qwen35moe"), ["gguf"]), TILED),
     **dict.fromkeys(product(("bitnet",), ENTRIES), "norms of this model"),
-    **dict.fromkeys(product(("jamba", "mamba"), ENTRIES), "selective recurrent layers"),
+    **dict.fromkeys(product(("jamba", "mamba", "recurrent_gemma"), ENTRIES), "selective recurrent layers"),
     **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
 }
 

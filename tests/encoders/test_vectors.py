@@ -52,6 +52,17 @@ def test_a_device_plans_its_memory_by_a_measured_step(name: str) -> None:
         assert np.abs(vectors(llm, list(TEXTS)) - vectors(llm_of(name, "reference"), list(TEXTS))).max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_matrices_that_are_rounded_at_load_give_nearly_the_same_vectors(name: str) -> None:
+    folder = encoder_model(name, hidden_size=64, intermediate_size=128)[1]
+    with LLM(folder, quantization="q8_0") as llm, LLM(folder) as plain:
+        assert llm.plan.weight_bytes < 0.5 * plain.plan.weight_bytes
+        ours, exact = (vectors(each, list(TEXTS)) for each in (llm, plain))
+    likeness = (ours * exact).sum(-1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(exact, axis=-1)
+    assert likeness.min() > 0.99
+    assert np.abs(ours - exact).max() > 1e-4
+
+
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_pooling_follows_the_modules_of_the_folder(mode: str, normalize: bool, tmp_path: Path) -> None:

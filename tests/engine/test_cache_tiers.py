@@ -96,7 +96,7 @@ def tier_files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["plain", "conv", "delta", "mamba", "experts"])
+@pytest.mark.parametrize("kind", ["plain", "conv", "delta", "lightning", "mamba", "experts"])
 @pytest.mark.parametrize("length", [4, 5, 63, 100])
 def test_an_engine_finds_the_prefixes_of_an_earlier_one(tmp_path: Path, length: int, kind: str) -> None:
     first = engine_on(tmp_path, kind)

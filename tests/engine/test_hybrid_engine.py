@@ -35,7 +35,7 @@ from helpers import (
 )
 from hybrid_models import VOCABULARY, hybrid_config, recurrent_config, tiny_hybrid
 
-KINDS = ("conv", "delta", "mamba", "wide conv")
+KINDS = ("conv", "delta", "lru", "mamba", "wide conv")
 KERNELS = [name for name in cpu_kernel_names() if name in ("reference", *EXACT)]
 FAST_KERNELS = kernels_of_long_runs(KERNELS)
 NUM_TRACES = 8
@@ -138,7 +138,7 @@ def conversation_engine(kind: str, kernels: str, **options: Any) -> InferenceEng
 
 @pytest.mark.full
 @pytest.mark.parametrize("kernels", FAST_KERNELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "lightning"])
 def test_a_conversation_computes_its_new_tokens_alone(kind: str, kernels: str) -> None:
     """Twenty turns, with forks, beams and aborted turns in the middle: each costs its new tokens and one spacing."""
     engine = conversation_engine(kind, kernels)

@@ -46,7 +46,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("kind", ["conv", "delta", "mamba", "wide conv"])
+@pytest.mark.parametrize("kind", ["conv", "delta", "lightning", "mamba", "wide conv"])
 @pytest.mark.parametrize("length", [1, 5, 63, 100])
 def test_output_equals_that_of_one_engine(
     engines: Callable[..., Running], kind: str, length: int, shared: bool

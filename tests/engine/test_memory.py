@@ -8,7 +8,8 @@ import pytest
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.engine import memory
-from bifolio.engine.memory import free_memory, parse_bytes, plan_memory, show_bytes, weight_bytes
+from bifolio.engine.host_memory import GroupMemory, free_memory, limited_groups
+from bifolio.engine.memory import parse_bytes, plan_memory, show_bytes, weight_bytes
 from bifolio.errors import ConfigError
 from helpers import kv_storage, tiny_folder, tiny_loaded
 
@@ -91,3 +92,62 @@ def test_free_memory_is_positive_and_below_the_machines() -> None:
     import psutil
 
     assert 0 < free_memory() <= psutil.virtual_memory().total
+
+
+def write_group(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_limits_of_all_groups_above_a_process_count_and_pages_of_files_are_free(tmp_path: Path) -> None:
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text("0::/system.slice/bifolio.service\n")
+    stat = "anon 200\nactive_file 300\ninactive_file 400\n"
+    write_group(groups / "system.slice" / "bifolio.service",
+                {"memory.max": "max\n", "memory.current": "900\n", "memory.stat": stat})  # fmt: skip
+    write_group(groups / "system.slice", {"memory.max": "2000\n", "memory.current": "1000\n", "memory.stat": stat})
+    assert list(limited_groups(groups, own)) == [GroupMemory(2000, 2000 - (1000 - 700))]
+    write_group(groups / "system.slice" / "bifolio.service", {"memory.max": "950\n"})
+    assert next(limited_groups(groups, own)) == GroupMemory(950, 950 - (900 - 700))
+
+
+def test_limits_of_groups_of_the_first_version(tmp_path: Path) -> None:
+    """A container sees its own group as the topmost, under a name that leads nowhere."""
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text("5:cpu:/docker/1\n4:memory:/docker/1\n0::/\n")
+    write_group(groups / "memory", {
+        "memory.limit_in_bytes": "5000\n", "memory.usage_in_bytes": "4000\n",
+        "memory.stat": "active_file 1\ntotal_active_file 1500\ntotal_inactive_file 2000\n",
+    })  # fmt: skip
+    assert list(limited_groups(groups, own)) == [GroupMemory(5000, 4500)]
+
+
+def test_weights_that_do_not_fit_are_refused_with_formats_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default beside other processes; with an amount of memory by hand, of the whole machine."""
+    parameters = CONFIG.num_parameters
+    sizes = {"weight_bytes": 4 * parameters, "max_model_len": 16, "total_bytes": 8 * parameters}
+    with pytest.raises(ConfigError, match=r"quantize` the model to q8_0 \(.*\) or q6_k \(.*\), or end other processes"):
+        plan_memory(CONFIG, free_bytes=2 * parameters, **sizes)
+    with pytest.raises(ConfigError, match=r"the model to q4_0 \("):
+        plan_memory(CONFIG, free_bytes=int(0.6 * parameters), **sizes)
+    with pytest.raises(ConfigError, match="use a smaller model, or end"):
+        plan_memory(CONFIG, free_bytes=parameters // 2, **sizes)
+    assert plan_memory(CONFIG, free_bytes=2 * parameters, num_blocks=3, **sizes).num_blocks == 3
+    with pytest.raises(ConfigError, match=r"beside weights of .*: ask for less memory"):
+        plan_memory(CONFIG, memory=5 * parameters, **sizes)
+    with pytest.raises(ConfigError, match=r"machine are free: .*q8_0 \([^)]*\) or q6_k \([^)]*\)$"):
+        plan_memory(CONFIG, memory=1 << 20, **{**sizes, "total_bytes": 3 * parameters})
+
+
+def test_an_engine_for_weights_that_do_not_fit_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bifolio import LLM
+    from bifolio.engine import build
+
+    folder = tiny_folder(tmp_path / "m")
+    monkeypatch.setattr(build, "free_memory", lambda: 1000)
+    monkeypatch.setattr(build, "total_memory", lambda: 10**9)
+    with pytest.raises(ConfigError, match=r"in memory, and 1 kB of the 1 GB of this machine are free"):
+        LLM(folder)

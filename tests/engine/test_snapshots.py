@@ -49,7 +49,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["plain", "conv", "delta", "mamba"])
+@pytest.mark.parametrize("kind", ["plain", "conv", "delta", "lightning", "mamba"])
 @pytest.mark.parametrize("length", [3, 41, 90])
 def test_a_text_goes_on_in_another_engine(tmp_path: Path, kind: str, length: int) -> None:
     first = engine_of(kind)

@@ -14,7 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from expert_cases import EXPERTS, new_experts
 
+from bifolio.config import CacheConfig, EngineConfig
+from bifolio.engine.expert_placement import place_experts
 from bifolio.kernels.interface import Experts, Linear, Norm, Router
+from bifolio.kernels.native import NativeKernels
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton import experts as moe
@@ -23,7 +26,7 @@ from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, tensor
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.model.huggingface.hf_loader import load_folder
 from exotic_weights import exotic_tensor
-from helpers import random_prompt, run_alone, tiny_model
+from helpers import drain, make_engine, random_prompt, run_alone, tiny_model
 from moe_models import MOE_ARCHITECTURES
 
 WIDTH, DEPTH = 64, 96
@@ -111,3 +114,21 @@ def test_an_engine_writes_the_tokens_of_the_reference(name: str) -> None:
         for kernels in (TorchKernels("cpu"), TritonKernels("cpu", "f32"))
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek3", "gptoss"])
+def test_experts_on_the_host_give_the_tokens_of_the_reference(name: str) -> None:
+    """Their steps are not captured, and shared experts stay on the device."""
+    from bifolio.sampling_params import SamplingParams
+
+    model, params = load_folder(tiny_model(name)[1]), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    kernels = TritonKernels("cpu", "f32")
+    config = EngineConfig(CacheConfig(20, 4), 64, 2, 64)
+    placed = place_experts(model, kernels, config, "all", host=NativeKernels, utilisation=0.9)
+    engine = make_engine(placed, kernels=kernels, chunk_size=512, token_budget=512)
+    assert engine.slots.device is None
+    found = [engine.add_request(str(n), random_prompt(n, seed=n), params) for n in (7, 30)]
+    drain(engine)
+    for n, request in zip((7, 30), found, strict=True):
+        alone = run_alone(random_prompt(n, seed=n), params, model=model, kernels=TorchKernels("cpu"))
+        assert request.sequences[0].output_token_ids == alone.sequences[0].output_token_ids

@@ -18,7 +18,7 @@ from bifolio.model.huggingface.hf_loader import load_folder
 from helpers import random_prompt, transformers_logits
 
 GEMMA4 = ("gemma4", "gemma4 with experts", "gemma4 with inputs of layers")
-SCANNED = ("falcon_mamba", "jamba", "mamba")
+SCANNED = ("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma")
 ROWS = (
     "bitnet",
     "bloom",

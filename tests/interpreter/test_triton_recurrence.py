@@ -15,7 +15,9 @@ from recurrence_cases import KINDS, new_recurrence, normal, recur_in_chunks, sta
 from bifolio.kernels.triton import TritonKernels
 
 
-@pytest.mark.parametrize("name", ["conv", "conv of width 7", "delta", "keyed", "mamba", "selective"])
+@pytest.mark.parametrize(
+    "name", ["conv", "conv of width 7", "delta", "keyed", "lightning", "lru", "mamba", "selective"]
+)
 def test_passes_of_any_size_give_the_same(name: str) -> None:
     """Bit for bit: a token's program computes the same in every pass."""
     kind, changes = KINDS[name]
@@ -30,11 +32,12 @@ def test_passes_of_any_size_give_the_same(name: str) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_scans_of_any_size_give_the_same() -> None:
-    """A selective recurrence, bit for bit, whether its tokens come one by one or together."""
+@pytest.mark.parametrize("kind", ["selective", "lru"])
+def test_scans_of_any_size_give_the_same(kind: str) -> None:
+    """A recurrence by channel, bit for bit, whether its tokens come one by one or together."""
     kernels, rng = TritonKernels("cpu", "f32"), np.random.default_rng(7)
-    recurrence = new_recurrence(rng, "selective")
-    rows = normal(rng, 11, 3 * recurrence.channels + 2 * recurrence.key_size)
+    recurrence = new_recurrence(rng, kind)
+    rows = normal(rng, 11, recurrence.scan_features)
     own, found = kernels.prepare_recurrence(recurrence), []
     for chunk in (11, 1, 4):
         storage = state_storage(kernels, recurrence, 2)

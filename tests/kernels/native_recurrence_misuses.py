@@ -48,9 +48,15 @@ RUN = {"self": recurrent_program(), "states": states(), **use()}
 MISUSES = [
     *misuses(
         "Recurrence",
-        ("an unknown kind", {"kind": 4}, "kind is 4"),
+        ("an unknown kind", {"kind": 6}, "kind is 6"),
         ("no taps", {"width": 0}, "width is 0"),
         ("a selective one with heads", {"kind": 3}, "must have one head of as many values as channels"),
+        ("a linear unit with heads", {"kind": 5}, "a linear unit must have one head of as many values as channels"),
+        (
+            "a skip of lightning attention",
+            {"kind": 4, "skip": floats(HEADS)},
+            "skip must be None for the delta rule and",
+        ),
         ("too many taps", {"width": 17}, "width is 17"),
         ("no channels", {"channels": 0}, "channels is 0"),
         ("a short convolution", {"conv_weight": floats(CHANNELS, 3)}, r"must have the shape \(96, 4\)"),
@@ -87,7 +93,7 @@ MISUSES = [
     *misuses(
         "Program.scan",
         ("an unknown register", {"x": 99}, "x is register 99"),
-        ("another recurrence", {"recurrence": recurrence()}, "scan takes a selective recurrence"),
+        ("another recurrence", {"recurrence": recurrence()}, "scan takes a recurrence by channel"),
         ("a negative layer", {"layer": -1}, "layer is -1"),
     ),
     *misuses(

@@ -29,10 +29,19 @@ def new_recurrence(rng: np.random.Generator, kind: str, **changes: object) -> Re
             decay=-np.exp(rng.uniform(-2, 1, (key, channels))).astype(np.float32),
             skip=normal(rng, channels),
         )  # fmt: skip
+    if kind == "lru":
+        channels, width = int(changes.get("channels", 150)), int(sizes["width"])
+        return Recurrence(
+            kind, 1, width, channels, 1, 1, 1, channels,
+            conv_weight=normal(rng, channels, width, scale=0.5),
+            conv_bias=normal(rng, channels, scale=0.5),
+            decay=-np.exp(rng.uniform(-6, 1, channels)).astype(np.float32),
+            bias=normal(rng, 2 * channels),
+        )  # fmt: skip
     if kind == "keyed":
         groups = heads
     channels = 2 * groups * key + heads * value
-    norm_size = heads * value if kind == "mamba" else value
+    norm_size = value if kind in ("delta", "keyed") else heads * value
     recurrence = Recurrence(
         kind, 1, int(sizes["width"]), channels, heads, groups, key, value,
         conv_weight=normal(rng, channels, int(sizes["width"]), scale=0.5),
@@ -43,6 +52,10 @@ def new_recurrence(rng: np.random.Generator, kind: str, **changes: object) -> Re
         norm=Norm(1 + normal(rng, norm_size, scale=0.25), None, 1e-5),
         norm_first=kind != "mamba",
     )  # fmt: skip
+    if kind == "lightning":
+        recurrence = replace(
+            recurrence, width=1, conv_weight=np.ones((channels, 1), np.float32), bias=None, norm_first=True
+        )
     options = {name: value for name, value in changes.items() if name not in sizes or name == "width"}
     return replace(recurrence, **options)  # type: ignore[arg-type]
 
@@ -62,6 +75,10 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "mamba, norm first": ("mamba", {"norm_first": True, "norm_groups": 2}),
     "selective": ("selective", {}),
     "selective of even sizes": ("selective", {"channels": 64, "key_size": 16}),
+    "lightning": ("lightning", {}),
+    "lightning of even sizes": ("lightning", {"heads": 4, "groups": 4, "key_size": 32, "value_size": 32}),
+    "lru": ("lru", {}),
+    "lru of even sizes": ("lru", {"channels": 64}),
     "mamba without norm": ("mamba", {"norm": None, "skip": None, "width": 2}),
 }
 
@@ -128,10 +145,19 @@ for _name, (_kind, _changes) in KINDS.items():
 
 @case("scan")
 def scan(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
-    """A prompt that writes states on its way, sequences that continue them, and no cache."""
-    recurrence = new_recurrence(rng, "selective")
+    return scanned(kernels, rng, "selective")
+
+
+@case("scan", "lru")
+def scan_units(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    return scanned(kernels, rng, "lru")
+
+
+def scanned(kernels: KernelSet, rng: np.random.Generator, kind: str) -> Outputs:
+    """A prompt that writes states on its way, sequences that continue them, a decode step, and no cache."""
+    recurrence = new_recurrence(rng, kind)
     own, storage = kernels.prepare_recurrence(recurrence), state_storage(kernels, recurrence, 6)
-    rows = normal(rng, 20, 3 * recurrence.channels + 2 * recurrence.key_size)
+    rows = normal(rng, 23, recurrence.scan_features)
     found = []
 
     def run(part: slice, starts: list[int], reads: list[int], writes: list[int]) -> None:
@@ -140,8 +166,9 @@ def scan(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 
     run(slice(0, 9), [0, 9], [0], [*[-1] * 3, 2, *[-1] * 4, 1])
     run(slice(9, 16), [0, 1, 4, 7], [1, 2, 0], [1, -1, 4, 3, -1, -1, 5])
+    run(slice(16, 19), [0, 1, 2, 3], [3, 0, 5], [3, 2, 5])
     alone = state_batch(kernels, [0, 4], [1], [-1] * 4)
-    found.append(kernels.to_host(kernels.scan(activations(kernels, rows[16:]), own, alone, storage)))
+    found.append(kernels.to_host(kernels.scan(activations(kernels, rows[19:]), own, alone, storage)))
     return *found, storage_copy(kernels, storage, recurrence)
 
 

@@ -29,12 +29,15 @@ POINTERS = {
     **dict.fromkeys(("ends", "lengths", "first_chunks", "last_chunks", "num_sequences"), "*i32"),
 }  # fmt: skip
 CONVOLVE = {
-    "WIDTH": 4, "GATED": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True, "IS_DECODE": False, "TOKENS": 8,
-    "BLOCK": 128,
+    "WIDTH": 4, "GATED": False, "PLAIN": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True,
+    "IS_DECODE": False, "TOKENS": 8, "BLOCK": 128,
 }  # fmt: skip
 HEADS = {"DELTA": True, "TILED": False, "HAS_SKIP": False, "HAS_STATES": True, "KEYS": 128}
-SCAN = {**HEADS, "KEYED": False, "IS_DECODE": False, "ONE_TOKEN": False, "COUNTED": False, "VALUES": 16, "STAGES": 3}
-PREPARE = {"DELTA": True, "TILED": False, "KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
+SCAN = {
+    **HEADS, "KEYED": False, "STEPS": True, "IS_DECODE": False, "ONE_TOKEN": False, "COUNTED": False, "VALUES": 16,
+    "STAGES": 3,
+}  # fmt: skip
+PREPARE = {"DELTA": True, "STEPS": True, "TILED": False, "KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
 CHUNKS = {**HEADS, "COUNTED": True, "VALUES": 32, "CHUNK": 64, "STAGES": 2, "PRECISION": "tf32"}
 KEYED_CHUNKS = {"KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
 KEYED_SCAN = {"HAS_STATES": True, "COUNTED": True, "KEYS": 128, "VALUES": 32, "CHUNK": 64, "PRECISION": "tf32"}
@@ -58,6 +61,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         selective._selective_kernel,
         {"HAS_STATES": True, "IS_DECODE": False, "KEYS": 16, "BLOCK": selective.CHANNELS, "STAGES": 3},
         1,
+    ),
+    "convolution of recurrent_gemma": (
+        recurrence._convolve_kernel,
+        {**CONVOLVE, "PLAIN": True, "UNIT": False, "HAS_BIAS": True, "TOKENS": 4, "BLOCK": 256},
+        4,
+    ),
+    "scan of recurrent_gemma": (
+        selective._unit_kernel, {"HAS_STATES": True, "IS_DECODE": False, "BLOCK": selective.CHANNELS, "STAGES": 3}, 1,
+    ),
+    "scan of minimax": (recurrence._scan_kernel, {**SCAN, "DELTA": False, "STEPS": False}, 1),
+    "chunks of minimax": (chunked_scan._prepare_kernel, {**PREPARE, "DELTA": False, "STEPS": False}, 4),
+    "norm of minimax": (
+        recurrence._finish_kernel, {**FINISH, "SIGMOID": True, "SHARED": False, "ROWS": 1, "BLOCK": 8192}, 8,
     ),
     "chunks of qwen3_next": (chunked_scan._prepare_kernel, PREPARE, 4),
     "chunks of qwen3_next in f32": (chunked_scan._prepare_kernel, {**PREPARE, "PRECISION": "tf32x3"}, 4),
@@ -95,6 +111,6 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     if kernel in (chunked_scan._prepare_kernel, chunked_scan._scan_chunks_kernel):
         assert "wgmma" in compiled.asm["ptx"]  # products on tensor cores
-    if kernel in (recurrence._scan_kernel, selective._selective_kernel):
+    if kernel in (recurrence._scan_kernel, selective._selective_kernel, selective._unit_kernel):
         assert "ld.local" not in compiled.asm["ptx"]  # the state stays in registers
         assert "cp.async" in compiled.asm["ptx"]  # the next tokens are read ahead

@@ -303,7 +303,7 @@ def row_model(name: str, **overrides: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for field, parameter in model.named_parameters():
-            if parameter.ndim == 1 or field.endswith("e_score_correction_bias"):
+            if parameter.ndim == 1 or field.endswith(("e_score_correction_bias", "gate_bias")):
                 # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for field, buffer in model.named_buffers():

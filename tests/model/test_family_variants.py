@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hunyuan_moe", {"moe_intermediate_size": 1024}, "another width"),
     ("jamba", {"mamba_proj_bias": True}, "mamba_proj_bias"),
     ("llama4", {"text_config": {**ROWS["llama4"].real["text_config"], "layer_types": ["other"] * 48}}, "'other'"),
+    ("minimax", {"layernorm_mlp_alpha": 2.0}, "layernorm_mlp_alpha is 2.0"),
+    ("minimax", {"layernorm_linear_attention_beta": 2.0}, "layernorm_linear_attention_beta is 2.0"),
+    ("minimax", {"hidden_act": "gelu"}, "hidden_act"),
+    ("minimax", {"postnorm": False}, "postnorm"),
+    ("minimax", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
+    ("minimax", {"sliding_window": 128}, "sliding_window"),
+    ("minimax", {"layer_types": ["other"] * 80}, "'other'"),
     ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
     ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
     ("mimo_v2_flash", {"attention_bias": True}, "attention_bias"),
@@ -56,6 +64,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
     ("phimoe", {"rope_scaling": {**ROWS["phimoe"].real["rope_scaling"], "short_mscale": 1.0}}, "short_mscale"),
+    ("recurrent_gemma", {"block_types": ["recurrent", "other"]}, "'other'"),
+    ("recurrent_gemma", {"embeddings_scale_by_sqrt_dim": False}, "embeddings_scale_by_sqrt_dim"),
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
@@ -79,6 +89,7 @@ GGUF_REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("ernie4_5moe", {".interleave_moe_layer_step": 2}, (), "interleave_moe_layer_step is 2: .* with 1 only"),
     ("glm4", {".rope.dimension_sections": np.array([8, 12, 12, 0])}, (), "rope with sections"),
     ("granitemoe", {".expert_count": 0}, (), "'granitemoe.expert_count' is 0: it must be an integer from 1"),
+    ("minimax", {".residual_scale": 0.0}, (), "'minimax-01.residual_scale' is 0.0: it must be a positive number"),
     ("olmo", {".attention.clamp_kqv": 8.0}, (), "clip_qkv"),
 ]
 
@@ -102,7 +113,7 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.parametrize(
     "name",
     ["arcee", "cohere", "ernie4_5moe", "falcon", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe",
-     "mimo_v2_flash", "nemotron", "olmo", "phi", "qwen2moe"],
+     "mimo_v2_flash", "minimax", "nemotron", "olmo", "phi", "qwen2moe", "recurrent_gemma"],
 )  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
@@ -145,9 +156,36 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("gptneox", {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}, ""),
     ("gptneox", {"hidden_act": "gelu_fast"}, "activation = 'gelu_tanh'"),
     ("mimo_v2_flash", {"attention_value_scale": None, "v_head_dim": 24, "norm_topk_prob": False}, ""),
+    ("minimax", {"layer_types": None, "tie_word_embeddings": True, "num_attention_heads": 8}, ""),
+    ("recurrent_gemma", {"block_types": ["attention", "recurrent"], "attention_bias": True,
+                         "tie_word_embeddings": False, "num_key_value_heads": 4}, ""),
+    ("recurrent_gemma", {"hidden_activation": "gelu"}, "activation = 'gelu'"),
     ("qwen2moe", {"qkv_bias": False, "use_sliding_window": False, "layer_types": None, "mlp_only_layers": [0]}, ""),
     ("qwen2moe", {"norm_topk_prob": True}, "add up to 1"),
 ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_gguf_files_of_minimax_may_name_the_period_of_layers_with_attention(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", load_folder(row_folder("minimax")[1]), QuantFormat.F32)
+    file = open_gguf(tmp_path / "model.gguf")
+    own = {key: value for key, value in file.metadata.items() if not key.endswith("recurrent_layers")}
+    config = config_from_gguf(replace(file, metadata=own | {"minimax-01.full_attention_interval": 2}))
+    assert config.attention_layers == (1, 3)
+
+
+@pytest.mark.full
+def test_the_first_folders_of_minimax_describe_the_same_network() -> None:
+    """Their keys have other names, and their layers have numbers."""
+    _, folder = row_folder("minimax")
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw.pop("model_type") == "minimax"
+    own = {"model_type": "minimax_text_01", "rotary_dim": raw["head_dim"], "postnorm": True}
+    own["attn_type_list"] = [int(kind == "full_attention") for kind in raw.pop("layer_types")]
+    for kind, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp")):
+        for factor in ("alpha", "beta"):
+            own[f"layernorm_{name}_{factor}"] = raw.pop(f"{kind}_{factor}_factor")
+    assert config_from_hf({**raw, **own}) == load_folder(folder).config
 
 
 @pytest.mark.full

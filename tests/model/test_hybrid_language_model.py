@@ -16,7 +16,9 @@ from bifolio.pooling_params import PoolingParams
 from bifolio.train import TrainSettings, train
 from helpers import cpu_kernel_names, make_kernels
 
-FAMILIES = ("lfm2", "lfm3", "qwen35", "granitehybrid", "bamba", "falcon_h1", "nemotron_h")  # those without experts
+FAMILIES = (  # those without experts
+    "lfm2", "lfm3", "qwen35", "granitehybrid", "bamba", "falcon_h1", "nemotron_h", "recurrent_gemma",
+)  # fmt: skip
 WITH_EXPERTS = ("lfm2moe", "qwen3next", "qwen35moe")
 pytestmark = pytest.mark.full  # transformers
 

@@ -55,8 +55,10 @@ def test_each_adapter_is_a_model(server: RunningServer) -> None:
         assert http.get("/v1/models/a1").json()["parent"] == "tiny"
     refused = post(server, "/v1/completions", {**ASK, "model": "a3"}, 404)["error"]
     assert "'a3' does not exist; this server has 'tiny', 'a1', 'a2'" in refused["message"]
-    refused = post(server, "/v1/embeddings", {"input": "x", "model": "a1"}, 400)["error"]
-    assert "is an adapter" in refused["message"]
+    refused = post(server, "/v1/branches", {"prompt": "x", "model": "a1"}, 400)["error"]
+    assert "is an adapter, and this call is for the model itself: pass 'tiny'" in refused["message"]
+    vectors = [post(server, "/v1/embeddings", {"input": "x", "model": name}, 200)["data"] for name in ("tiny", "a1")]
+    assert vectors[0] != vectors[1]
 
 
 def test_every_protocol_takes_the_name_of_an_adapter(server: RunningServer) -> None:

@@ -59,21 +59,22 @@ def write_tower(model: VisionModel, path: Path, kind: str, dtype: type = np.floa
     import torch
 
     config = model.model.config
-    own, values = config.vision_config, model.processor.image_processor
-    layers = getattr(own, "num_hidden_layers", None) or own.depth
+    own, images = config.vision_config, model.processor.image_processor
+    images = getattr(images, "inner", images)
+    layers = getattr(own, "num_hidden_layers", None) or getattr(own, "depth", 0)
     side = int(getattr(own, "num_position_embeddings", 0) ** 0.5)
     entries: dict[str, Any] = {
         gguf.Keys.Clip.PROJECTOR_TYPE: kind,
         KEYS.PROJECTION_DIM: config.text_config.hidden_size,
-        KEYS.IMAGE_SIZE: side * own.patch_size if side else own.image_size,
+        KEYS.IMAGE_SIZE: side * own.patch_size if side else getattr(own, "image_size", 224),
         KEYS.PATCH_SIZE: own.patch_size,
-        KEYS.EMBEDDING_LENGTH: own.hidden_size,
-        KEYS.FEED_FORWARD_LENGTH: own.intermediate_size,
+        KEYS.EMBEDDING_LENGTH: getattr(own, "hidden_size", None) or own.mm_embed_dim,
+        KEYS.FEED_FORWARD_LENGTH: getattr(own, "intermediate_size", 0),
         KEYS.BLOCK_COUNT: layers,
-        KEYS.Attention.HEAD_COUNT: getattr(own, "num_attention_heads", None) or own.num_heads,
+        KEYS.Attention.HEAD_COUNT: getattr(own, "num_attention_heads", None) or getattr(own, "num_heads", 0),
         KEYS.Attention.LAYERNORM_EPS: 1e-6,
-        KEYS.IMAGE_MEAN: list(map(float, values.image_mean)),
-        KEYS.IMAGE_STD: list(map(float, values.image_std)),
+        KEYS.IMAGE_MEAN: list(map(float, images.image_mean)),
+        KEYS.IMAGE_STD: list(map(float, images.image_std)),
         KEYS.USE_GELU: True,
         "clip.has_vision_encoder": True,
         **changes,
@@ -81,12 +82,13 @@ def write_tower(model: VisionModel, path: Path, kind: str, dtype: type = np.floa
     writer = gguf.GGUFWriter(path, "clip")
     for key, value in entries.items():
         add_entry(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 3))  # blocks and projections
     with torch.no_grad():
         for name, tensor in model.model.state_dict().items():
             if not any(part in name for part in ("vision", "visual", "connector", "multi_modal")):
                 continue
-            for stored, array in stored_tensors(name.removeprefix("model."), tensor.float().numpy(), own, names):
+            values = np.atleast_1d(tensor.float().numpy())
+            for stored, array in stored_tensors(name.removeprefix("model."), values, own, names):
                 matrix = array.ndim > 1 and "embd" not in stored
                 writer.add_tensor(stored, np.ascontiguousarray(array.astype(dtype if matrix else np.float32)))
     finish(writer)
@@ -105,6 +107,31 @@ def add_entry(writer: Any, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
+def kind_of(own: Any) -> str:
+    return str(own.model_type).removesuffix("_vision")
+
+
+def unified_name(name: str) -> str:
+    """Under the names of llama.cpp, which releases of the package lack."""
+    for part, stored in (
+        ("pos_embedding", "v.position_embd.weight"), ("pos_norm.", "v.patch_norm.3."), ("patch_ln", "v.patch_norm."),
+        ("patch_dense.", "v.patch_embd."), ("embedding_projection.", "mm.input_projection."),
+    ):  # fmt: skip
+        if part in name:
+            return stored + ("" if part == "pos_embedding" else name.partition(part)[2])
+    raise KeyError(name)
+
+
+def unified_values(name: str, array: np.ndarray, edge: int) -> np.ndarray:
+    """Values of a patch channel by channel, and one table of positions after the other."""
+    if name.endswith("pos_embedding"):
+        return array.swapaxes(0, 1)
+    if "patch_dense.weight" in name or "patch_ln1." in name:
+        pixels = array.reshape(*array.shape[:-1], edge, edge, 3)
+        return np.moveaxis(pixels, -1, -3).reshape(array.shape)
+    return array
+
+
 def stored_tensors(name: str, array: np.ndarray, own: Any, names: Any) -> list[tuple[str, np.ndarray]]:
     """A tensor of transformers under the names of llama.cpp, as its converter changes it."""
     name = name.replace("mm_input_projection_weight", "mm_input_projection.weight")
@@ -120,9 +147,20 @@ def stored_tensors(name: str, array: np.ndarray, own: Any, names: Any) -> list[t
     if name.startswith("visual.merger."):
         part, ending = name.split(".")[2:]
         return [({"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}[part] + f".{ending}", array)]
+    if kind_of(own) == "pixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = array.reshape(own.num_attention_heads, 2, -1, array.shape[1])
+        array = heads.swapaxes(1, 2).reshape(array.shape)
+    if kind_of(own) == "gemma4":
+        name = name.replace("vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+        name += ".weight" if name.endswith("position_embedding_table") else ""
+        if name.endswith("patch_embedder.input_proj.weight"):
+            array = array.reshape(len(array), own.patch_size, own.patch_size, 3).transpose(0, 3, 1, 2)
+    if kind_of(own) == "gemma4_unified":
+        return [(unified_name(name), unified_values(name, array, own.patch_size * own.pooling_kernel_size))]
+    suffixes = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
     for prefix in ("", "model.", "model.vision_tower.", "vision_tower."):
         for spelled in (name, name.replace("vision_tower.", "vision_tower.vision_model.", 1)):
-            found = names.get_name(prefix + spelled, try_suffixes=(".weight", ".bias"))
+            found = names.get_name(prefix + spelled, try_suffixes=suffixes)
             if found is not None:
                 return [(found, array)]
     raise KeyError(name)

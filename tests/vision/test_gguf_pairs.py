@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_pairs import KEYS, write_text, write_tower
+from later_models import gemma4_large_model, gemma4_model, gemma4_unified_model, mistral3_model
 from test_gemma3 import PROMPTS, SIZES, assert_equal_to_transformers
 from vision_models import VisionModel, gemma3_model, idefics3_model, picture, qwen3_vl_model, qwen3_vl_moe_model
 
@@ -17,6 +18,7 @@ from bifolio.model.loader import load_model, open_text_model
 
 pytestmark = pytest.mark.full  # they compare with transformers and its processors
 
+GEMMA4 = {"gemma4": gemma4_model, "gemma4_large": gemma4_large_model, "gemma4_unified": gemma4_unified_model}
 LARGE = {**SIZES, "num_blocks": 300, "max_model_len": 600}
 
 
@@ -32,6 +34,17 @@ def write_pair(name: str, folder: Path, dtype: type = np.float32) -> VisionModel
         write_text(model, text)
         more = {KEYS.Projector.SCALE_FACTOR: 3, KEYS.PREPROC_IMAGE_SIZE: 120}
         write_tower(model, tower, "idefics3", dtype, **more)
+    elif name == "mistral3":
+        model = mistral3_model()
+        write_text(model, text)
+        write_tower(model, tower, "pixtral", dtype, **{KEYS.USE_GELU: False, KEYS.USE_SILU: True})
+    elif name in GEMMA4:
+        model = GEMMA4[name]()
+        write_text(model, text)
+        field = gguf.GGUFReader(text, "r+").fields["tokenizer.ggml.padding_token_id"]  # of the tokenizer, not config
+        field.parts[field.data[0]][0] = model.model.config.text_config.pad_token_id
+        more = {KEYS.USE_GELU: False, KEYS.Projector.SCALE_FACTOR: 3, KEYS.IMAGE_MAX_PIXELS: 70 * 12 * 12}
+        write_tower(model, tower, "gemma4uv" if "unified" in name else "gemma4v", dtype, **more)
     else:
         model, experts = (qwen3_vl_model(), "") if name == "qwen3_vl" else (qwen3_vl_moe_model(), "moe")
         taps = model.model.config.vision_config.deepstack_visual_indexes
@@ -43,7 +56,7 @@ def write_pair(name: str, folder: Path, dtype: type = np.float32) -> VisionModel
     return model
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "qwen3_vl", "qwen3_vl_moe", "mistral3", *GEMMA4])
 def test_a_pair_equals_transformers(name: str, tmp_path: Path) -> None:
     model = write_pair(name, tmp_path)
     with LLM(tmp_path / "text.gguf", **LARGE) as llm:

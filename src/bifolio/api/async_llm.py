@@ -14,7 +14,8 @@ from bifolio.api.branch import AsyncBranch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_args import EngineArgs
 from bifolio.api.generation import Generation, GrowingOutput
-from bifolio.api.llm import LLM, LoRA
+from bifolio.api.llm import LLM
+from bifolio.api.lora import LoRA
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.api.prompts import Prompt, as_prompts, beam_params
 from bifolio.api.shared_engine import Start

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bifolio.api.vllm_options import cache_dtype, weight_dtype
 from bifolio.config import AdapterConfig, CacheConfig, EngineConfig, SpeculativeConfig, TierSettings
 from bifolio.engine.build import resolve_sizes
+from bifolio.engine.expert_placement import place_experts, read_cpu_experts
 from bifolio.engine.memory import default_threads
 from bifolio.engine.parallel.commands import command_bytes
 from bifolio.engine.parallel.team import RankTeam, engine_settings
@@ -24,6 +26,7 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model, open_model
 from bifolio.model.next_token_head import load_next_token_head
 from bifolio.model.shards import check_size
+from bifolio.model.weight_rounding import rounded_model
 
 USUAL_ADAPTERS = AdapterConfig()
 USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
@@ -55,7 +58,8 @@ class EngineOptions:
     poison_free_blocks: bool
     warm_up: bool
     speculative: SpeculativeConfig | None
-    quantization: str | None = None  # of dense layers on a GPU
+    quantization: str | None = None  # of dense models, at load
+    cpu_experts: str | int | None = None
     tensor_parallel_size: int = 1
     adapters: AdapterConfig = USUAL_ADAPTERS
     tiers: TierSettings | None = None
@@ -64,6 +68,8 @@ class EngineOptions:
         size = self.tensor_parallel_size
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel_size is a number of processes from 1 to {MAX_RANKS}, not {size!r}")
+        if read_cpu_experts(self.cpu_experts) is not None and size > 1:
+            raise ConfigError("cpu_experts goes with tensor_parallel_size 1: leave one of them out")
 
     def kernels(self, given: KernelSet | str | None, device: str, threads: int | None, activations: str) -> KernelSet:
         """The given kernel set, or the one for the device; the ranks of tensor parallelism share the cores."""
@@ -109,6 +115,21 @@ class EngineOptions:
             warm_up=self.warm_up,
             adapters=self.adapters,
         )
+
+    def placed(
+        self,
+        model: LoadedModel,
+        kernels: KernelSet,
+        config: EngineConfig,
+        *,
+        threads: int | None,
+        activations: str,
+        utilisation: float,
+    ) -> LoadedModel:
+        """The model as it is loaded: rounded, and with the experts that stay on the host."""
+        rounded = rounded_model(model, self.quantization, kernels)
+        host = partial(select_kernels, "cpu", threads=self._threads(threads), activations=activations)
+        return place_experts(rounded, kernels, config, self.cpu_experts, host=host, utilisation=utilisation)
 
     def _threads(self, threads: int | None) -> int:
         """Threads of one rank; `threads` are those of all ranks together."""

@@ -14,6 +14,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.sleep import checked_tags, fall_asleep, wake
 from bifolio.engine.weight_swap import replace_weights
 from bifolio.errors import ConfigError, RequestError
+from bifolio.model.adapters.sites import with_sites
 from bifolio.model.digests import model_digest, numerics
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, prepare
@@ -61,11 +62,19 @@ class EngineVerbs:
         Calls of other threads that are in flight keep their tokens and continue on the new weights.
         """
         model = updated_model(self.model, source)
-        return self.with_engine(lambda: self.exchange(model, prepare(model.weights, self.engine.runner.kernels)))
+        return self.with_engine(lambda: self.exchange(model, self.prepared(model)))
+
+    def prepared(self, model: LoadedModel) -> ModelWeights:
+        """The weights of a model as this engine uses them: rounded, placed and packed."""
+        return with_sites(prepare(self.placed(model).weights, self.engine.runner.kernels))
+
+    def placed(self, model: LoadedModel) -> LoadedModel:
+        """The model with the options of this engine that change its weights."""
+        raise NotImplementedError
 
     def exchange(self, model: LoadedModel, prepared: ModelWeights) -> int:
         """Replace the weights between two steps; they were prepared before."""
-        version = replace_weights(self.engine, model, prepared)
+        version = replace_weights(self.engine, self.placed(model), prepared)
         self.model = model
         vars(self).pop("identity", None)
         return version
@@ -88,7 +97,7 @@ class EngineVerbs:
     def awake_weights(self, tags: Sequence[str] | None) -> ModelWeights | None:
         """Prepared weights for an engine whose weights sleep and are to wake."""
         wakes = "weights" in self.engine.asleep and (tags is None or "weights" in tags)
-        return prepare(self.model.weights, self.engine.runner.kernels) if wakes else None
+        return self.prepared(self.model) if wakes else None
 
     def is_sleeping(self) -> bool:
         """Whether memory was given back and not all of it is in use again."""

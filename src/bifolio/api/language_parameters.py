@@ -18,6 +18,7 @@ from bifolio.errors import ModelFileError
 from bifolio.model.families import family_of
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import network_tensors
+from bifolio.model.unit_tensors import SHARPNESS
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -49,6 +50,7 @@ class ParameterForm:
         part = self._form.part_of(name)
         if part is None:
             found = parameter(self._form.in_file(name))
+            found = found.transpose(-1, -2) if self._form.is_turned(name) else found
             factors = self._factors(self.config, name)
             if factors is not None:
                 found = found * torch.from_numpy(factors).to(found)[:, None]
@@ -71,7 +73,7 @@ class ParameterForm:
         outputs = (names.output, names.down, *(() if recurrent is None else (recurrent.output,)))
         if name.endswith(tuple(f"{output}.weight" for output in outputs)):
             deviation /= math.sqrt(2 * self.config.num_layers)
-        elif recurrent is not None and name.endswith(f"{recurrent.conv}.weight"):
+        elif recurrent is not None and name.endswith(tuple(f"{conv}.weight" for conv in recurrent.conv_names)):
             deviation = 1 / math.sqrt(sizes[-1])  # each output is a sum over the width alone
         return torch.randn(sizes, generator=generator) * deviation
 
@@ -105,6 +107,9 @@ def _initial_of_recurrence(names: RecurrentNames, name: str, shape: tuple[int, .
     if names.skip and name.endswith(names.skip):
         return torch.ones(shape)
     heads = math.prod(shape)
+    if names.units is not None and name.endswith(names.units.parameter):  # decays from 0.9 to 0.999 at open gates
+        steps = -torch.linspace(0.9, 0.999, heads).log() / SHARPNESS
+        return torch.log(torch.expm1(steps)).reshape(shape)  # softplus gives the steps
     if names.decay and name.endswith(names.decay):
         return torch.arange(1, heads + 1).float().log().reshape(shape)
     if names.bias and name.endswith(names.bias):

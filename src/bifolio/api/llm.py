@@ -6,16 +6,17 @@ import dataclasses
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions, loaded
 from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
-from bifolio.api.lora import LoRARequest, adapters_for, check_modules
+from bifolio.api.lora import LoRA, adapters_for, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.pooling_calls import PoolingCalls
 from bifolio.api.prompts import (
@@ -44,15 +45,12 @@ from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.registry import DEFAULT_MODEL
-from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import OnLoad
 from bifolio.prompts import PromptTokens
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
-
-LoRA: TypeAlias = LoRARequest | str | Sequence[LoRARequest | str | None] | None
 
 
 class LLM(EngineVerbs, PoolingCalls):
@@ -65,15 +63,17 @@ class LLM(EngineVerbs, PoolingCalls):
     `activations` ("int8", "int16") says how finely they are rounded beside quantised weights on the native CPU kernels;
     "auto" is int16 for models below a billion parameters, which int8 costs answers. `dtype` is the type of dense
     weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as they lie in the file.
-    `quantization="fp8"` stores the layers of a dense model in FP8 on a GPU. `kv_cache_dtype` is the type of the cache.
-    `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU for output that depends on
-    the request alone, to the last bit; on the CPU it always does. `tensor_parallel_size` processes share the model,
-    each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first
-    request. Blocks that leave the cache are kept in `kv_offload` bytes of memory ("8GB") and in files under
-    `kv_offload_dir`, at most `kv_offload_disk` bytes. `lora_modules` are low-rank adapters by name, each a path or a
-    list of (path, factor) that are added (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay
-    in memory; unknown names are looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a
-    GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
+    `quantization` rounds a dense model while it is loaded: "q8_0", "q4_0", or "fp8" on a GPU. `kv_cache_dtype` is
+    the type of the cache. `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU
+    for output that depends on the request alone, to the last bit; on the CPU it always does. `cpu_experts` ("all",
+    "auto" or a number of layers) leaves experts of a mixture in the memory of the host beside a GPU.
+    `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles a GPU's
+    kernels and captures its decode steps before the first request. Blocks that leave the cache are kept in
+    `kv_offload` bytes of memory ("8GB") and in files under `kv_offload_dir`, at most `kv_offload_disk` bytes.
+    `lora_modules` are low-rank adapters by name, each a path or a list of (path, factor) that are added
+    (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay in memory; unknown names are
+    looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a GPU
+    (`engine.build.SIZES`). Options that only vLLM has are warned about by name (`api.vllm_options`). `on_load` is
     called with (layers prepared, layers in all) while weights are prepared.
     """
 
@@ -99,6 +99,7 @@ class LLM(EngineVerbs, PoolingCalls):
         device: str = NUMERICS.device,
         threads: int | None = NUMERICS.threads,
         kernels: KernelSet | str | None = None,
+        cpu_experts: str | int | None = None,
         tensor_parallel_size: int = 1,
         activations: str = NUMERICS.activations,
         gpu_memory_utilization: float = 0.9,
@@ -132,6 +133,7 @@ class LLM(EngineVerbs, PoolingCalls):
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
+            cpu_experts=cpu_experts,
             adapters=AdapterConfig(max_loras, max_lora_rank, None if lora_dir is None else str(lora_dir)),
             tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip
@@ -145,9 +147,12 @@ class LLM(EngineVerbs, PoolingCalls):
         }
         draft = options.draft_model(self.model)
         team = options.team(self.model, kernel_set, config, threads=threads, activations=activations, **sizes)
-        rounded = rounded_model(self.model, options.quantization, kernel_set)
+        self._placed = partial(
+            options.placed, kernels=kernel_set, config=config, threads=threads, activations=activations,
+            utilisation=gpu_memory_utilization,
+        )  # fmt: skip
         self.plan, engine = build_engine(
-            rounded, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
+            self.placed(self.model), config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
         for name, source in (lora_modules or {}).items():
@@ -158,6 +163,9 @@ class LLM(EngineVerbs, PoolingCalls):
         self.lora: LoRA = None  # of calls that name no adapter
         if verbose:
             self.print_plan()
+
+    def placed(self, model: LoadedModel) -> LoadedModel:
+        return self._placed(model)
 
     def __repr__(self) -> str:
         if self._shared.is_closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from bifolio.engine.adapters import AdapterStore, LoadedAdapter
 from bifolio.errors import ConfigError, RequestError
@@ -26,6 +26,9 @@ class LoRARequest:
     @property
     def path(self) -> str:
         return self.lora_path
+
+
+LoRA: TypeAlias = LoRARequest | str | Sequence[LoRARequest | str | None] | None  # of a call: for all prompts, or each
 
 
 def check_modules(modules: Any) -> None:

@@ -140,6 +140,7 @@ class Pooling(msgspec.Struct, array_like=True, omit_defaults=True):
     key: str = ""  # of the client: keys take turns
     share: str = ""  # key or address of the client
     salt: bytes = b""
+    adapters: list[tuple[str, float]] = []  # names with factors
 
 
 class Embed(msgspec.Struct, tag="embed", omit_defaults=True):

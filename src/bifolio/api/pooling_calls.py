@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from bifolio.api.lora import LoRA
 from bifolio.api.pooled_outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -20,6 +21,7 @@ from bifolio.api.pooled_outputs import (
 from bifolio.api.pooled_texts import PooledTexts
 from bifolio.api.prompts import Prompt, as_prompts, show_progress
 from bifolio.api.shared_engine import SharedEngine
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.errors import ModelOutputError, RequestError
 from bifolio.garbage import no_garbage_collection
 from bifolio.model.loaded import LoadedModel
@@ -38,6 +40,10 @@ class PoolingCalls:
     model: LoadedModel
     _shared: SharedEngine
 
+    def adapters_for(self, lora_request: LoRA, count: int) -> list[LoadedAdapter | None]:
+        """The adapter of each of `count` texts."""
+        raise NotImplementedError
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -46,13 +52,14 @@ class PoolingCalls:
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRA = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """The vector of each text; results have the order of the texts.
 
         `prompt_name` chooses a prompt of the model's files, which is put before each text ("query").
         """
         params = _params(pooling_params, "embed", truncate_prompt_tokens)
-        return self._pooled(as_prompts(prompts), params, EmbeddingOutput, prompt_name, use_tqdm)
+        return self._pooled(as_prompts(prompts), params, EmbeddingOutput, prompt_name, use_tqdm, lora_request)
 
     def encode(
         self,
@@ -62,11 +69,12 @@ class PoolingCalls:
         pooling_task: PoolingTask = "token_embed",
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRA = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The result of a task for each text: by default a vector for each of its tokens, f32[tokens, d]."""
         task = pooling_params.task if pooling_params is not None and pooling_params.task is not None else pooling_task
         params = _params(pooling_params, task, truncate_prompt_tokens)
-        return self._pooled(as_prompts(prompts), params, PoolingOutput, None, use_tqdm)
+        return self._pooled(as_prompts(prompts), params, PoolingOutput, None, use_tqdm, lora_request)
 
     def classify(
         self,
@@ -75,10 +83,11 @@ class PoolingCalls:
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRA = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The score of each label for each text; `model.pooling.head.labels` names them."""
         params = _params(pooling_params, "classify", truncate_prompt_tokens)
-        return self._pooled(as_prompts(prompts), params, ClassificationOutput, None, use_tqdm)
+        return self._pooled(as_prompts(prompts), params, ClassificationOutput, None, use_tqdm, lora_request)
 
     def score(
         self,
@@ -89,6 +98,7 @@ class PoolingCalls:
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRA = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """The score of each pair of texts: one query with each document, or the pairs of two lists of equal length.
 
@@ -96,11 +106,12 @@ class PoolingCalls:
         """
         pairs = paired(data_1, data_2)
         if self.model.pooling.head is None:
-            return self._cosines(pairs, _params(pooling_params, "embed", truncate_prompt_tokens), use_tqdm)
+            own = _params(pooling_params, "embed", truncate_prompt_tokens)
+            return self._cosines(pairs, own, use_tqdm, lora_request)
         params = _params(pooling_params, "score", truncate_prompt_tokens)
         texts = self._pooled_texts
         parts = (texts.encode_pairs(part, params.truncate_prompt_tokens) for part in _parts(pairs))
-        requests = self._finish_pooled(parts, params, len(pairs), use_tqdm)
+        requests = self._finish_pooled(parts, params, self.adapters_for(lora_request, len(pairs)), use_tqdm)
         at = self.model.pooling.head.score or 0
         return [_scoring(request, request.pooling.value[at]) for request in requests]
 
@@ -115,19 +126,23 @@ class PoolingCalls:
         kind: type[Output],
         prompt_name: str | None,
         use_tqdm: bool | None,
+        lora_request: LoRA,
     ) -> list[PoolingRequestOutput[Output]]:
         texts = self._pooled_texts
         prefix = texts.prompt(prompt_name)
         parts = (texts.encode(part, params.truncate_prompt_tokens, prefix) for part in _parts(prompts))
-        return [pooled_output(request, kind) for request in self._finish_pooled(parts, params, len(prompts), use_tqdm)]
+        adapters = self.adapters_for(lora_request, len(prompts))
+        return [pooled_output(request, kind) for request in self._finish_pooled(parts, params, adapters, use_tqdm)]
 
     def _cosines(
-        self, pairs: list[tuple[str, str]], params: PoolingParams, use_tqdm: bool | None
+        self, pairs: list[tuple[str, str]], params: PoolingParams, use_tqdm: bool | None, lora_request: LoRA
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """The products of the vectors of pairs, their cosines if they are normalised; every text is computed once."""
+        if isinstance(lora_request, Sequence) and not isinstance(lora_request, str):
+            raise RequestError("the pairs of one call have one lora_request: pass one")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         params = dataclasses.replace(params, use_activation=params.activated is not False, normalize=None)
-        found = self._pooled([*texts], params, EmbeddingOutput, None, use_tqdm)
+        found = self._pooled([*texts], params, EmbeddingOutput, None, use_tqdm, lora_request)
         vectors = dict(zip(texts, found, strict=True))
         scored = []
         for one, other in ((vectors[a], vectors[b]) for a, b in pairs):
@@ -137,18 +152,22 @@ class PoolingCalls:
         return scored
 
     def _finish_pooled(
-        self, parts: Iterator[list[EncodedText]], params: PoolingParams, count: int, use_tqdm: bool | None
+        self,
+        parts: Iterator[list[EncodedText]],
+        params: PoolingParams,
+        adapters: list[LoadedAdapter | None],  # of each text
+        use_tqdm: bool | None,
     ) -> list[Request]:
         """Finished requests of all texts. Few texts are encoded here: another thread would wait for a processor."""
         requests: list[Request] = []
         try:
             with no_garbage_collection():  # all requests stay until the end: the collector finds nothing to free
-                if count <= AT_ONCE:
+                if len(adapters) <= AT_ONCE:
                     for texts in parts:
-                        requests += self._shared.add_pooled(texts, params)
+                        requests += self._shared.add_pooled(texts, params, adapters)
                 else:
-                    self._add_in_turns(parts, params, requests)
-                self._shared.finish(requests, show_progress(use_tqdm, count))
+                    self._add_in_turns(parts, params, adapters, requests)
+                self._shared.finish(requests, show_progress(use_tqdm, len(adapters)))
         except BaseException:
             self._shared.abort(requests)
             raise
@@ -157,13 +176,20 @@ class PoolingCalls:
                 raise ModelOutputError(request.error)
         return requests
 
-    def _add_in_turns(self, parts: Iterator[list[EncodedText]], params: PoolingParams, requests: list[Request]) -> None:
+    def _add_in_turns(
+        self,
+        parts: Iterator[list[EncodedText]],
+        params: PoolingParams,
+        adapters: list[LoadedAdapter | None],
+        requests: list[Request],
+    ) -> None:
         """Append the requests of all texts. The next texts are encoded while those before them are computed."""
         with ThreadPoolExecutor(1, thread_name_prefix="bifolio-tokenize") as encoder:
             coming: Future[list[EncodedText] | None] = encoder.submit(next, parts, None)
             while (texts := coming.result()) is not None:
                 coming = encoder.submit(next, parts, None)
-                requests += self._shared.add_pooled(texts, params)
+                own = adapters[len(requests) : len(requests) + len(texts)]
+                requests += self._shared.add_pooled(texts, params, own)
                 self._shared.step()  # a device computes while more texts are added
                 while not coming.done() and self._shared.engine.has_work:
                     self._shared.step()

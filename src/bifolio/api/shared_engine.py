@@ -71,15 +71,18 @@ class SharedEngine:
             raise
         return [requests[place] for place in range(len(every))]
 
-    def add_pooled(self, texts: Sequence[EncodedText], params: PoolingParams) -> list[Request]:
+    def add_pooled(
+        self, texts: Sequence[EncodedText], params: PoolingParams, adapters: Sequence[LoadedAdapter | None]
+    ) -> list[Request]:
         """Add requests for vectors or scores, all or none."""
         added: list[Request] = []
         with self._lock:
             self._check_ready()
             try:
-                for text in texts:
-                    name, second = f"request-{next(self._ids)}", text.second_start
-                    added.append(self.engine.add_request(name, text.token_ids, params, second_start=second))
+                for text, adapter in zip(texts, adapters, strict=True):
+                    name = f"request-{next(self._ids)}"
+                    options: RequestOptions = {"second_start": text.second_start, "adapter": adapter}
+                    added.append(self.engine.add_request(name, text.token_ids, params, **options))
             except BaseException:
                 self.abort(added)
                 raise

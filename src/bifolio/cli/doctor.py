@@ -45,7 +45,8 @@ def examine() -> dict[str, Any]:
     """Everything as JSON fields."""
     from bifolio import __version__
     from bifolio.cli.option_values import config_path, read_config
-    from bifolio.engine.memory import default_threads, free_memory
+    from bifolio.engine.host_memory import free_memory
+    from bifolio.engine.memory import default_threads
     from bifolio.folders import cache_dir
     from bifolio.model.registry import list_models
 

@@ -32,6 +32,7 @@ def embed(
     numerics: options.Numerics,
     file: Annotated[str, commands.argument(help="A file with a text on each line, a .jsonl file, or -.")],
     model: options.Model = None,
+    lora: options.Lora = None,
     output: Annotated[
         Path | None,
         commands.option("--output", "-o", help="The .npy file of the vectors.", read=output_file),
@@ -56,7 +57,9 @@ def embed(
         raise commands.BadParameter(f"--output {output}: name a .npy file")
     texts = read_texts(file)
     params = PoolingParams(dimensions, False if raw else None)
-    with LLM(model or DEFAULT_MODEL, **numerics.for_llm()) as llm:
+    adapters = options.sum_of_adapters(lora)
+    with LLM(model or DEFAULT_MODEL, lora_modules=adapters, **numerics.for_llm()) as llm:
+        llm.lora = options.SUM if adapters else None
         found = llm.embed(
             texts, pooling_params=params, prompt_name=prompt_name, truncate_prompt_tokens=-1 if truncate else None
         )

@@ -36,6 +36,8 @@ RECURRENT_KINDS = {
     "conv": "gated convolutions",
     "delta": "gated delta rule",
     "keyed": "gated delta rule with a decay for each key channel",
+    "lightning": "lightning attention",
+    "lru": "linear recurrent units",
     "mamba": "Mamba-2",
     "selective": "Mamba",
 }
@@ -186,7 +188,8 @@ def memory_plan(
     Bytes of weights follow from the formats and shapes of the file's tensors, and the formats that the kernels take.
     """
     from bifolio.config import CacheConfig, EngineConfig, KVDtype, checked_kv_dtype
-    from bifolio.engine.memory import parse_bytes, plan_memory, show_bytes, total_memory
+    from bifolio.engine.host_memory import total_memory
+    from bifolio.engine.memory import parse_bytes, plan_memory, show_bytes
     from bifolio.engine.state_plan import plan_states
     from bifolio.errors import BifolioError
     from bifolio.kernels.cpu import CPU_FORMATS, CPU_KERNELS
@@ -209,7 +212,7 @@ def memory_plan(
             memory=None if memory is None else parse_bytes(memory),
             max_model_len=length,
             max_num_seqs=max_num_seqs,
-            total_bytes=None if memory is None else total_memory(),
+            total_bytes=total_memory(),
         )
     except BifolioError as error:
         return {"error": str(error)}
@@ -304,9 +307,10 @@ def recurrent_lines(config: ModelConfig) -> list[str]:
         return []
     kind = RECURRENT_KINDS[own.kind]
     size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
+    size = f", states of {own.key_size} for each channel" if own.by_channel else size
     return [
-        f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}, "
-        f"convolutions of {own.channels} channels over {own.width} tokens"
+        f"attention in {len(config.attention_layers)} layers, {kind} in {len(config.recurrent_layers)}{size}"
+        + (f", convolutions of {own.channels} channels over {own.width} tokens" if own.width > 1 else "")
     ]
 
 

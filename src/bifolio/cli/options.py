@@ -96,7 +96,15 @@ Dtype = Annotated[
 ]
 Quantization = Annotated[
     str | None,
-    commands.option("--quantization", help="On a GPU: fp8 stores layers of dense models in 8 bits.", advanced=True),
+    commands.option("--quantization", help="Rounds dense models at load: q8_0, q4_0, or on a GPU fp8.", advanced=True),
+]
+CpuExperts = Annotated[
+    str | None,
+    commands.option(
+        "--cpu-experts",
+        help="Experts in the memory of the host beside a GPU: all, auto, or the number of layers.",
+        advanced=True,
+    ),
 ]
 Activations = Annotated[
     str,
@@ -178,6 +186,7 @@ class Numerics:
     HEADING: ClassVar[str] = "numbers and devices"
 
     kv_dtype: KvDtype = NUMERICS.kv_dtype
+    quantization: Quantization = None
     activations: Activations = NUMERICS.activations
     threads: Threads = NUMERICS.threads
     device: Device = NUMERICS.device
@@ -208,7 +217,7 @@ class Engine(Numerics):
     block_size: AnyBlockSize = None
     chunk_size: AnyChunkSize = None
     dtype: Dtype = "auto"
-    quantization: Quantization = None
+    cpu_experts: CpuExperts = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
     kv_offload: KvOffload = None
@@ -223,7 +232,7 @@ class Engine(Numerics):
         from bifolio.api.llm import LLM
         from bifolio.cli.progress import steps_bar
 
-        adapters = {} if not lora else {SUM: [path_and_scale(each) for each in lora]}
+        adapters = sum_of_adapters(lora)
         with steps_bar("loading") as on_load:
             # One command runs few batch sizes: its steps are captured when they occur.
             llm = LLM(model, **self.for_llm(), **others, lora_modules=adapters, warm_up=False, on_load=on_load)
@@ -284,6 +293,11 @@ class Adapters:
                 raise commands.BadParameter(f"--lora-modules names {name!r} twice: use another name")
             modules[name] = path
         return {**vars(self), "lora_modules": modules}
+
+
+def sum_of_adapters(lora: list[str] | None) -> dict[str, list[tuple[str, float]]]:
+    """`lora_modules` with the sum of all adapters of a command; empty without any."""
+    return {} if not lora else {SUM: [path_and_scale(each) for each in lora]}
 
 
 def path_and_scale(text: str) -> tuple[str, float]:

@@ -29,7 +29,8 @@ from bifolio.errors import ConfigError, did_you_mean
 EVERY = "*"
 MODEL, KEEP = "model", "load-on-startup"
 LLAMA_CPP = {"m": MODEL, "c": "max-model-len", "ctx-size": "max-model-len", "np": "max-num-seqs",
-             "parallel": "max-num-seqs", "t": "threads", "ubatch-size": "chunk-size", "ub": "chunk-size"}  # fmt: skip
+             "parallel": "max-num-seqs", "t": "threads", "ubatch-size": "chunk-size", "ub": "chunk-size",
+             "n-cpu-moe": "cpu-experts", "ncmoe": "cpu-experts"}  # fmt: skip
 OF_REQUESTS = re.compile(r"(temp|temperature|top-[pk]|min-p|seed|presence-penalty|frequency-penalty|repeat-penalty)")
 NAME = re.compile(r"[^\s\x00-\x1f]{1,200}")
 

@@ -46,19 +46,21 @@ def profile(
     from bifolio.measure.figures import check_target
     from bifolio.measure.profiler import profile_model
     from bifolio.measure.random_models import open_model
+    from bifolio.model.weight_rounding import rounded_model
 
     check_target(plot)
     threads = engine.threads or default_threads()
     opened = open_model(model, shape, format)
+    kernels = select_kernels(
+        engine.device,
+        name=engine.kernels,
+        threads=threads,
+        activations=activations_for(engine.activations, opened.config.num_parameters),
+        deterministic=engine.deterministic,
+    )
     result = profile_model(
-        opened,
-        select_kernels(
-            engine.device,
-            name=engine.kernels,
-            threads=threads,
-            activations=activations_for(engine.activations, opened.config.num_parameters),
-            deterministic=engine.deterministic,
-        ),
+        rounded_model(opened, engine.quantization, kernels),
+        kernels,
         num_prompt=prompt,
         num_generated=generate,
         batch=batch,

@@ -27,6 +27,7 @@ def rerank(
     query: Annotated[str, commands.argument(help="The query.")],
     file: Annotated[str, commands.argument(help="A file with a text on each line, a .jsonl file, or -.")],
     model: options.Model = None,
+    lora: options.Lora = None,
     top_n: Annotated[
         int | None, commands.option("--top-n", min=1, help="Number of texts to print, the best first.")
     ] = None,
@@ -40,7 +41,9 @@ def rerank(
     from bifolio.model.registry import DEFAULT_MODEL
 
     texts = read_texts(file)
-    with LLM(model or DEFAULT_MODEL, **numerics.for_llm()) as llm:
+    adapters = options.sum_of_adapters(lora)
+    with LLM(model or DEFAULT_MODEL, lora_modules=adapters, **numerics.for_llm()) as llm:
+        llm.lora = options.SUM if adapters else None
         found = llm.score(query, texts, truncate_prompt_tokens=-1 if truncate else None)
     scored = sorted(((result.outputs.score, index) for index, result in enumerate(found)), key=lambda each: -each[0])
     for score, index in scored[:top_n]:

@@ -53,7 +53,8 @@ class SeveralOptions:
 
     def settings(self, models: Sequence[str], server: ServerOptions, engine: BatchEngine) -> SeveralModels | None:
         """The models and their limits; None for a server of one model."""
-        from bifolio.engine.memory import free_memory, read_size
+        from bifolio.engine.host_memory import free_memory
+        from bifolio.engine.memory import read_size
         from bifolio.errors import ConfigError
         from bifolio.serve.several.application import seconds_of
         from bifolio.serve.several.settings import CACHE_BYTES, SeveralModels, find_models

@@ -156,6 +156,7 @@ class ModelConfig:
     bidirectional: bool = False  # tokens see those after them, too: an encoder, which computes a text as a whole
     language_head: bool = True  # the network has logits of a next token; False: it makes vectors and scores alone
     residual_norms: bool = False  # norms of the residual stream behind attention and MLP, in place of `pre_norms`
+    kept_norms: float = 0.0  # inputs of attention and MLP, times this, replace the residual stream (MiniMax); 0: off
     token_types: int = 0  # kinds of tokens with an embedding each, such as the first and the second of two texts
     position_offset: int = 0  # rows of the table of learned positions that no position reads
     distance_bias: Literal["none", "alibi", "buckets"] = "none"  # added to the scores of attention

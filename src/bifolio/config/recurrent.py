@@ -23,8 +23,8 @@ RECURRENT_LIMITS = {
 class RecurrentConfig:
     """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
 
-    kind: Literal["conv", "delta", "keyed", "mamba", "selective"]
-    width: int  # taps of the convolution
+    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru"]
+    width: int  # taps of the convolution; 1: there is none (lightning)
     channels: int
     heads: int = 0
     groups: int = 0
@@ -40,13 +40,15 @@ class RecurrentConfig:
     step_rank: int = 0  # selective: of the projection of dt; keyed: of those of a and z
     step_norms: Literal["none", "plain", "weighted"] = "none"  # selective: RMS norms of dt, b and c
     step_norm_eps: float = 1e-6
+    norm_eps: float = 0.0  # of the gated norm; 0: that of the model
+    gate_blocks: int = 1  # lru: blocks of the matrices of its two gates, which are diagonal but for them
 
     def __post_init__(self) -> None:
         for name, limit in RECURRENT_LIMITS.items():
             value = getattr(self, name)
             least = 0 if self.kind == "conv" and name not in ("width", "channels", "norm_groups") else 1
-            least = 2 if name == "width" else least
-            limit = RECURRENT_LIMITS["channels"] if self.kind == "selective" and name == "value_size" else limit
+            least = 2 if name == "width" and self.kind != "lightning" else least
+            limit = RECURRENT_LIMITS["channels"] if self.by_channel and name == "value_size" else limit
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= limit:
                 raise ConfigError(
                     f"the {name} of the recurrent layers must be between {least} and {limit}, not {value!r}"
@@ -54,9 +56,8 @@ class RecurrentConfig:
         if self.kind != "conv":
             if self.heads % self.groups:
                 raise ConfigError(f"{self.heads} recurrent heads cannot share {self.groups} groups of keys evenly")
-            if self.kind == "selective":
-                if self.step_rank < 1 or (self.heads, self.value_size) != (1, self.channels):
-                    raise ConfigError("selective recurrent layers have one head of all channels and a rank of steps")
+            if self.by_channel:
+                self._check_channels()
             elif self.kind == "keyed" and (self.step_rank < 1 or self.heads != self.groups):
                 raise ConfigError("keyed recurrent layers have a group for each head and a rank of their gates")
             elif self.channels != self.inner_size + 2 * self.groups * self.key_size:
@@ -65,6 +66,25 @@ class RecurrentConfig:
                 raise ConfigError(f"{self.inner_size} outputs cannot be normed in {self.norm_groups} groups")
         if math.isnan(self.dt_limits[0]) or not self.dt_limits[0] <= self.dt_limits[1]:
             raise ConfigError(f"the limits of dt must be in order, not {self.dt_limits}")
+
+    def _check_channels(self) -> None:
+        """Check the sizes of layers whose channels have states of their own."""
+        if (self.heads, self.value_size) != (1, self.channels):
+            raise ConfigError(f"recurrent layers of the kind {self.kind} have one head of all channels")
+        if self.kind == "selective" and self.step_rank < 1:
+            raise ConfigError("selective recurrent layers have a rank of steps")
+        if self.kind == "lru" and (self.key_size != 1 or self.gate_blocks < 1 or self.channels % self.gate_blocks):
+            raise ConfigError(f"{self.channels} channels cannot have gates of {self.gate_blocks} equal blocks")
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each channel has a state of its own."""
+        return self.kind in ("selective", "lru")
+
+    @property
+    def norms_together(self) -> bool:
+        """Whether a norm covers several heads."""
+        return self.has_norm and self.kind in ("mamba", "lightning")
 
     @property
     def inner_size(self) -> int:
@@ -80,8 +100,10 @@ class RecurrentConfig:
         inner, keys, heads = self.inner_size, self.groups * self.key_size, self.heads
         if self.kind == "conv":
             return (inner, inner, inner)
-        if self.kind == "selective":
+        if self.by_channel:
             return (inner, inner)
+        if self.kind == "lightning":
+            return (inner, inner, keys, keys)
         if self.kind == "delta":
             return (keys, keys, inner, inner, heads, heads)
         if self.kind == "keyed":
@@ -91,14 +113,14 @@ class RecurrentConfig:
     @property
     def norm_size(self) -> int:
         """Weights of the gated norm; 0: none."""
-        if not self.has_norm or self.kind in ("conv", "selective"):
+        if not self.has_norm or self.kind == "conv" or self.by_channel:
             return 0
         return self.value_size if self.kind in ("delta", "keyed") else self.inner_size
 
     @property
     def vectors(self) -> int:
         """Learned values of each head beside the matrices: decay, bias, and the skip of Mamba."""
-        return {"conv": 0, "delta": 2, "keyed": 1 + self.key_size, "mamba": 3, "selective": 0}[self.kind]
+        return {"delta": 2, "keyed": 1 + self.key_size, "mamba": 3}.get(self.kind, 0)
 
     @property
     def bias_size(self) -> int:
@@ -115,4 +137,7 @@ class RecurrentConfig:
             matrices += parameters * (self.step_norms == "weighted")
         if self.kind == "keyed":
             matrices += self.step_rank * (self.groups * self.key_size + self.inner_size)
-        return matrices + self.channels * (self.width + self.conv_bias) + self.heads * self.vectors + self.norm_size
+        if self.kind == "lru":
+            matrices += self.channels * (2 * self.channels // self.gate_blocks + 3)  # gates, their biases and the decay
+        taps = self.width + self.conv_bias if self.width > 1 else 0
+        return matrices + self.channels * taps + self.heads * self.vectors + self.norm_size

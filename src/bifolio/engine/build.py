@@ -12,7 +12,9 @@ from typing import NamedTuple
 from bifolio.config import EngineConfig
 from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import MemoryPlan, free_memory, plan_gpu_memory, plan_memory, total_memory, weight_bytes
+from bifolio.engine.expert_placement import with_host_experts
+from bifolio.engine.host_memory import free_memory, total_memory
+from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
 from bifolio.engine.parallel.team import RankTeam
 from bifolio.engine.speculative.hidden_draft import STATE_BYTES
 from bifolio.engine.state_plan import plan_states
@@ -94,6 +96,7 @@ def build_engine(
             model, config, kernels, draft_model=draft_model, num_blocks=num_blocks, memory=memory,
             utilisation=utilisation, on_load=on_load,
         )  # fmt: skip
+        plan = with_host_experts(plan, model.weights)
         if team is not None:
             plan = replace(plan, num_blocks=min(plan.num_blocks, team.num_blocks()))
             team.start(plan.num_blocks, plan.num_states)
@@ -145,7 +148,7 @@ def plan_rank(
         max_num_seqs=config.max_num_seqs,
         token_budget=config.token_budget,
         free_bytes=free_memory() // size,
-        total_bytes=total_memory() if device is None and (memory or num_blocks) else None,
+        total_bytes=total_memory() if device is None else None,
         states=plan_states(model.weights.config, config),
     )
 

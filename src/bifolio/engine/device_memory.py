@@ -42,9 +42,11 @@ def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lam
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
+        advice = "" if model.config.moe is None else "; cpu_experts='auto' (--cpu-experts) leaves experts on the host"
         raise ConfigError(
             f"the weights of {model.path} take {show_bytes(weight_bytes(model.weights))} in the file's formats and "
             f"do not fit on {kernels.device}: use a smaller or a quantised model (q8_0, q4_0), or free its memory"
+            f"{advice}"
         ) from None
     source = None if model.tokenizer_source is None else model.require_tokenizer  # one tokenizer for both
     tower = None if model.tower is None else model.tower.prepared(kernels.for_towers)

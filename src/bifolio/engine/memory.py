@@ -8,10 +8,10 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from bifolio.cache.storage import CacheLayout
 from bifolio.config import KVDtype, ModelConfig
+from bifolio.engine.host_memory import free_memory
 from bifolio.engine.state_plan import StatePlan
 from bifolio.errors import ConfigError
 from bifolio.model.draft_head import HeadWeights
@@ -22,6 +22,7 @@ from bifolio.quant.formats import READABLE_FORMATS, QuantFormat
 
 SAFE_SHARE = 0.5  # of the free memory, the default for the cache; weights and buffers need the rest
 MAX_DEFAULT_BYTES = 4 << 30  # upper limit of a default cache
+SMALLER_FORMATS = {"q8_0": 8.5, "q6_k": 7.0, "q4_k_m": 5.5, "q4_0": 4.5}  # bits of a value, as the kernels pack it
 UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -37,6 +38,8 @@ class MemoryPlan:
     free_bytes: int  # of the machine when the plan was made
     step_bytes: int = 0  # kept free on a GPU for the buffers of a step
     states: StatePlan | None = None  # of the recurrent layers
+    host_layers: int = 0  # whose experts are in the memory of the host, beside a device
+    host_bytes: int = 0  # of these experts
 
     @property
     def cache_bytes(self) -> int:
@@ -62,6 +65,11 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         return [
             f"weights          {show_bytes(self.weight_bytes)}",
+            *(
+                [f"on the host      {show_bytes(self.host_bytes)}: experts of {self.host_layers} layers"]
+                if self.host_layers
+                else []
+            ),
             f"KV per token     {show_bytes(self.bytes_per_token)}",
             f"KV cache         {show_bytes(self.num_blocks * self.bytes_per_block)} = {self.num_blocks} blocks of "
             f"{self.block_size} tokens "
@@ -95,13 +103,16 @@ def plan_memory(
     max_num_seqs: int = 16,
     token_budget: int | None = None,
     free_bytes: int | None = None,
-    total_bytes: int | None = None,  # of the machine: a larger cache is refused
+    total_bytes: int | None = None,  # of the machine, where it holds the weights: more than fits is refused
     states: StatePlan | None = None,  # of the recurrent layers
 ) -> MemoryPlan:
     """Plan `num_blocks` blocks, as many as fit into `memory` bytes, or by default a safe share of the free memory."""
     free = free_memory() if free_bytes is None else free_bytes
     per_block = _bytes_per_block(config, block_size, kv_dtype)
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
+    if total_bytes is not None:
+        by_hand = num_blocks is not None or memory is not None  # then the whole machine counts as free
+        _check_weights(config, weight_bytes, total_bytes if by_hand else free, total_bytes)
     if num_blocks is None:
         if memory is None:
             fixed = 0 if states is None else states.fixed_bytes
@@ -111,10 +122,11 @@ def plan_memory(
         else:
             num_blocks = _fitting_blocks(memory, per_block, block_size, states)
     plan = MemoryPlan(weight_bytes, block_size, per_block, int(num_blocks), free, states=states)
-    if total_bytes is not None and plan.cache_bytes > total_bytes:
+    if total_bytes is not None and plan.cache_bytes + weight_bytes > total_bytes:
+        beside = f" beside weights of {show_bytes(weight_bytes)}" if plan.cache_bytes <= total_bytes else ""
         raise ConfigError(
             f"a cache of {show_bytes(plan.cache_bytes)} does not fit into the {show_bytes(total_bytes)} of this "
-            f"machine: ask for {'less memory' if memory is not None else 'fewer blocks (num_blocks)'}"
+            f"machine{beside}: ask for {'less memory' if memory is not None else 'fewer blocks (num_blocks)'}"
         )
     if plan.num_blocks < needed:
         raise ConfigError(
@@ -124,6 +136,19 @@ def plan_memory(
             f"{_fewer_sequences(states)}"
         )
     return plan
+
+
+def _check_weights(config: ModelConfig, needed: int, free: int, total: int) -> None:
+    """ConfigError with the formats that would fit, when the weights alone take more than the free memory."""
+    if needed <= free:
+        return
+    sizes = {name: int(config.num_parameters * bits / 8) for name, bits in SMALLER_FORMATS.items()}
+    smaller = [f"{name} ({show_bytes(count)})" for name, count in sizes.items() if count < min(needed, free)][:2]
+    advice = f"`bifolio quantize` the model to {' or '.join(smaller)}" if smaller else "use a smaller model"
+    raise ConfigError(
+        f"the weights take {show_bytes(needed)} in memory, and {show_bytes(free)} of the {show_bytes(total)} of this "
+        f"machine are free: {advice}{', or end other processes' if needed <= total else ''}"
+    )
 
 
 def plan_gpu_memory(
@@ -201,45 +226,6 @@ def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) ->
 def weight_bytes(weights: ModelWeights | HeadWeights | Tower, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:
     """Bytes of all matrices in the `formats` of a kernel set, by default those of the file; tied ones count once."""
     return sum(converted_bytes(matrix, formats) for matrix in weights.matrices() if hasattr(matrix, "nbytes"))
-
-
-def free_memory() -> int:
-    """Bytes this process can still allocate: available memory, limited by its control group."""
-    available = _available_memory()
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int(used))
-    except (OSError, ValueError):
-        pass
-    return max(available, 0)
-
-
-def total_memory() -> int:
-    """Bytes of memory of this machine, or of its control group."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        import psutil
-
-        total = int(psutil.virtual_memory().total)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return total if limit == "max" else min(total, int(limit))
-    except (OSError, ValueError):
-        return total
-
-
-def _available_memory() -> int:
-    """Memory available without swapping; on Linux from /proc/meminfo, without importing psutil."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        import psutil
-
-        return int(psutil.virtual_memory().available)
 
 
 def parse_bytes(text: str | int) -> int:

@@ -67,7 +67,8 @@ def checked_tags(tags: Iterable[str] | None) -> None:
 def check_can_sleep(engine: InferenceEngine) -> None:
     """Refuse to sleep where memory could not be given back, or other memory refers to it."""
     method = None if engine.config.speculative is None else engine.config.speculative.method
-    if engine.slots.device is not None or engine.runner.peers is not None or method not in (None, "ngram"):
+    on_device = engine.slots.device is not None or engine.runner.kernels.memory() is not None
+    if on_device or engine.runner.peers is not None or method not in (None, "ngram"):
         raise ConfigError("an engine sleeps on the CPU, in one process and without a draft model: make a new LLM")
 
 

@@ -15,7 +15,8 @@ def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: Model
     is dropped, so no pass reads values of both.
     """
     method = None if engine.config.speculative is None else engine.config.speculative.method
-    if engine.slots.device is not None or engine.runner.peers is not None or method not in (None, "ngram"):
+    on_device = engine.slots.device is not None or engine.runner.kernels.memory() is not None
+    if on_device or engine.runner.peers is not None or method not in (None, "ngram"):
         raise ConfigError("weights are replaced on the CPU, in one process and without a draft model: make a new LLM")
     if engine.tiers is not None or model.tower is not None:
         kind = "a model that reads images" if model.tower is not None else "tiers, which hold blocks of the old weights"

@@ -105,6 +105,7 @@ class Experts:
     gated: bool = True
     prepared: Any = None  # the kernel set's own form, created at load
     site: int = NO_SITE  # number of these experts in adapters
+    host: Any = None  # the CPU's kernel set, which holds and computes them beside a device; None: as all other weights
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [part for linear in (*self.up, *self.down) for part in linear.parts]
@@ -170,11 +171,13 @@ class Recurrence:
         delta  [q | k | v | z | beta | a]                q, k: G * K each; v, z: H * V each; beta, a: H each
         keyed  [q | k | v | z | beta | a]                as delta, but a: H * K
         mamba  [z | x | b | c | dt]                      z, x: H * V each; b, c: G * K each; dt: H
+        lightning  [z | x | b | c]                       mamba with dt = 1 and the sigmoid of z in place of silu
         selective  x, of `channels`                      y = silu(conv(x)); `KernelSet.scan` follows
+        lru        x, of `channels`                      y = conv(x); `KernelSet.scan` follows
 
     `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta and
-    keyed), of x, b, c (mamba), in this order of channels; all but the first pass through silu. Then, for each head of a
-    token, with a state S of [K, V] in f32 and q, k, b, c of the head's group:
+    keyed), of x, b, c (mamba), in this order of channels; all but the first pass through silu. With one tap of ones it
+    is none. Then, for each head of a token, with a state S of [K, V] in f32 and q, k, b, c of the head's group:
 
         delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
                S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V
@@ -185,7 +188,7 @@ class Recurrence:
                without a norm y * silu(z)
     """
 
-    kind: Literal["conv", "delta", "keyed", "mamba", "selective"]
+    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru"]
     layer: int  # index among the recurrent layers: selects the states
     width: int  # taps of the convolution
     channels: int
@@ -195,8 +198,9 @@ class Recurrence:
     value_size: int = 0
     conv_weight: Array = None  # f32[channels, width]  the last tap multiplies the newest token
     conv_bias: Array | None = None  # f32[channels]
-    decay: Array | None = None  # f32[heads]  -exp(A_log); selective: f32[key_size, channels]
-    bias: Array | None = None  # f32[heads]  of a (delta) or dt (mamba); keyed: f32[heads * key_size]
+    decay: Array | None = None  # f32[heads]  -exp(A_log); selective: f32[key_size, channels]; lru: f32[channels]
+    # f32[heads]  of a (delta) or dt (mamba); keyed: f32[heads * key_size]; lru: f32[2 * channels]  of r and i
+    bias: Array | None = None
     skip: Array | None = None  # f32[heads]; selective: f32[channels]
     norm: Norm | None = None
     norm_first: bool = True
@@ -207,13 +211,13 @@ class Recurrence:
 
     @property
     def in_features(self) -> int:
-        """Rows of the input projection."""
-        if self.kind == "selective":
+        """Rows of the input projection; of the convolution's input where a scan follows."""
+        if self.by_channel:
             return self.channels
-        inner, keys = self.heads * self.value_size, self.groups * self.key_size
         if self.kind == "conv":
             return 3 * self.channels
-        gates = {"delta": 2, "keyed": 1 + self.key_size, "mamba": 1}[self.kind]  # of each head
+        inner, keys = self.heads * self.value_size, self.groups * self.key_size
+        gates = {"delta": 2, "keyed": 1 + self.key_size, "mamba": 1, "lightning": 0}[self.kind]  # of each head
         return 2 * (inner + keys) + gates * self.heads
 
     @property
@@ -222,4 +226,18 @@ class Recurrence:
 
     @property
     def out_features(self) -> int:
-        return self.channels if self.kind in ("conv", "selective") else self.heads * self.value_size
+        return self.channels if self.only_convolves else self.heads * self.value_size
+
+    @property
+    def scan_features(self) -> int:
+        """Columns of the input of `KernelSet.scan`."""
+        return 3 * self.channels + (2 * self.key_size if self.kind == "selective" else 0)
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each channel has a state of its own, which `KernelSet.scan` computes."""
+        return self.kind in ("selective", "lru")
+
+    @property
+    def only_convolves(self) -> bool:
+        return self.kind == "conv" or self.by_channel

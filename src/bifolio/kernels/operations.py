@@ -156,11 +156,17 @@ class Operations(PagedAttentionKernel, Protocol):
         ...
 
     def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        """The scan of a selective recurrence, behind its convolution (`recur`): [t, C] from rows [z | x | dt | b | c].
+        """The scan of a recurrence by channel, behind its convolution (`recur`): [t, C].
 
-        z, x, dt: one for each of C channels; b, c: K. With a state S of [K, C] in f32:
+        selective, from rows [z | x | dt | b | c]: z, x, dt, one for each of C channels; b, c: K; a state S of [K, C]
 
             dt <- softplus(dt);  S <- exp(dt * decay) * S + b (dt * x)^T;  y = (c^T S + skip * x) * silu(z)
+
+        lru, from rows [x | r | i], C each; `bias` is that of r and of i; a state S of [C]
+
+            a = exp(decay * sigmoid(r + bias));  S <- a * S + f * sigmoid(i + bias) * x;  y = S
+
+        f is sqrt(1 - a^2), and 1 at the first token of a sequence that starts from the empty state. S is in f32.
         """
         ...
 

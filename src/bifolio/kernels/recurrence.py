@@ -37,14 +37,36 @@ def recur(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | Non
             out[token], window, state = step(x[token], window, state, r)
             if storage is not None and use.writes[token] >= 0:
                 storage.convolutions[r.layer][use.writes[token]] = window
-                if r.kind != "selective":  # `scan` writes its state
+                if not r.by_channel:  # `scan` writes its state
                     storage.recurrent[r.layer][use.writes[token]] = state
     return out
 
 
 def scan(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
     """[t, channels]"""
-    r, use = recurrence, states_of(batch)
+    return (_scan_units if recurrence.kind == "lru" else _scan_selective)(x, recurrence, batch, storage)
+
+
+def _scan_units(x: Array, r: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+    use, out = states_of(batch), np.empty((x.shape[0], r.channels), np.float32)
+    values, gates = x[:, : r.channels], _sigmoid(x[:, r.channels :] + r.bias)
+    steps = gates[:, : r.channels] * r.decay
+    inputs = gates[:, r.channels :] * values
+    for read, (start, end) in zip(use.reads, pairwise(use.starts), strict=True):
+        state, begins = np.zeros(r.channels, np.float32), storage is None or read <= 0
+        if storage is not None and not begins:
+            state = storage.recurrent[r.layer][read][0, 0]
+        for token in range(start, end):
+            factor = 1 if begins and token == start else np.sqrt(-np.expm1(2 * steps[token]))
+            state = np.exp(steps[token]) * state + factor * inputs[token]
+            out[token] = state
+            if storage is not None and use.writes[token] >= 0:
+                storage.recurrent[r.layer][use.writes[token]] = state[None, None]
+    return out
+
+
+def _scan_selective(x: Array, r: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+    use = states_of(batch)
     z, values, steps, b, c = np.split(x, np.cumsum([r.channels] * 3 + [r.key_size]), axis=-1)
     steps, out = _softplus(steps), np.empty((x.shape[0], r.channels), np.float32)
     for read, (start, end) in zip(use.reads, pairwise(use.starts), strict=True):
@@ -68,7 +90,7 @@ def _conv_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[
 
 def _selective_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:
     y, window = _convolve(row, window, r)
-    return _silu(y), window, state
+    return y if r.kind == "lru" else _silu(y), window, state
 
 
 def _delta_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:
@@ -93,6 +115,10 @@ def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
     x, b, c = np.split(_silu(mixed), np.cumsum([inner, keys]))
     b, c = (_to_heads(part.reshape(r.groups, r.key_size), r)[:, :, None] for part in (b, c))  # [H, K, 1]
     x = x.reshape(r.heads, r.value_size)
+    if r.kind == "lightning":
+        decay: Array = r.decay
+        state = state * np.exp(decay)[:, None, None] + b * x[:, None, :]
+        return _norm((state * c).sum(axis=1).reshape(1, -1), r.norm).reshape(-1) * _sigmoid(z), window, state
     least, most = r.dt_limits
     dt = np.clip(_softplus(dt + r.bias), np.float32(least), np.float32(most))
     state = state * np.exp(dt * r.decay)[:, None, None] + b * (dt[:, None] * x)[:, None, :]
@@ -107,12 +133,9 @@ def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
 
 
 STEPS = {
-    "conv": _conv_step,
-    "delta": _delta_step,
-    "keyed": _delta_step,
-    "mamba": _mamba_step,
-    "selective": _selective_step,
-}
+    "conv": _conv_step, "delta": _delta_step, "keyed": _delta_step, "mamba": _mamba_step, "lightning": _mamba_step,
+    "selective": _selective_step, "lru": _selective_step,
+}  # fmt: skip
 
 
 def _convolve(x: Array, window: Array, r: Recurrence) -> tuple[Array, Array]:

@@ -43,8 +43,35 @@ def recur(x: torch.Tensor, recurrence: Recurrence, batch: Batch, storage: Storag
 
 
 def scan(x: torch.Tensor, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> torch.Tensor:
-    """The scan of a selective recurrence: [t, channels]."""
-    r, use = recurrence, states_of(batch)
+    """The scan of a recurrence by channel: [t, channels]."""
+    return (_scan_units if recurrence.kind == "lru" else _scan_selective)(x, recurrence, batch, storage)
+
+
+def _scan_units(x: torch.Tensor, r: Recurrence, batch: Batch, storage: Storage | None) -> torch.Tensor:
+    use = states_of(batch)
+    starts, reads, writes = (_host(part) for part in (use.starts, use.reads, use.writes))
+    (decay, bias), outputs = _given(r), []
+    values, gates = torch.split(x.float(), [r.channels, 2 * r.channels], dim=-1)
+    recurrent, entering = torch.sigmoid(gates + bias).chunk(2, dim=-1)
+    steps, inputs = recurrent * decay, entering * values
+    for i, (start, end) in enumerate(pairwise(starts.tolist())):
+        begins = storage is None or reads[i] <= 0
+        state = values.new_zeros(r.channels)
+        if storage is not None and not begins:
+            state = storage.recurrent[r.layer][int(reads[i])][0, 0]
+        for token in range(start, end):
+            is_first = begins and token == start
+            entered = inputs[token] if is_first else torch.sqrt(-torch.expm1(2 * steps[token])) * inputs[token]
+            state = torch.exp(steps[token]) * state + entered
+            outputs.append(state)
+            if storage is not None and writes[token] >= 0:
+                storage.recurrent[r.layer][int(writes[token])] = state[None, None].detach()
+    result: torch.Tensor = (torch.stack(outputs) if outputs else values).to(x.dtype)
+    return result
+
+
+def _scan_selective(x: torch.Tensor, r: Recurrence, batch: Batch, storage: Storage | None) -> torch.Tensor:
+    use = states_of(batch)
     starts, reads, writes = (_host(part) for part in (use.starts, use.reads, use.writes))
     sizes = [r.channels] * 3 + [r.key_size] * 2
     z, values, steps, b, c = torch.split(x.float(), sizes, dim=-1)
@@ -80,9 +107,10 @@ def _recur_equal(
         b, c, inputs = rows.chunk(3, dim=-1)
         inputs = torch.cat([window, b * inputs], dim=1)
         y, states = c * _convolve(inputs, r), [state] * rows.shape[1]
-    elif r.kind == "selective":
+    elif r.by_channel:
         inputs = torch.cat([window, rows], dim=1)
-        y, states = F.silu(_convolve(inputs, r)), []
+        mixed = _convolve(inputs, r)
+        y, states = mixed if r.kind == "lru" else F.silu(mixed), []
     elif r.has_delta_rule:
         mixed, z, beta, a = rows.split((2 * keys + inner, inner, r.heads, len(_given(r)[1])), dim=-1)
         inputs = torch.cat([window, mixed], dim=1)
@@ -90,11 +118,12 @@ def _recur_equal(
         y, states = _delta_rule(q, k, v, beta, a, state, r)
         y = _norm(y, r.norm).flatten(2) * (torch.sigmoid(z) if r.kind == "keyed" else F.silu(z))
     else:
-        z, mixed, dt = rows.split((inner, inner + 2 * keys, r.heads), dim=-1)
+        sizes = inner, inner + 2 * keys, 0 if r.kind == "lightning" else r.heads
+        z, mixed, dt = rows.split(sizes, dim=-1)
         inputs = torch.cat([window, mixed], dim=1)
         v, b, c = torch.split(F.silu(_convolve(inputs, r)), [inner, keys, keys], dim=-1)
         y, states = _mamba_scan(v, b, c, dt, state, r)
-        y = _gated_norm(y.flatten(2), F.silu(z), r)
+        y = _gated_norm(y.flatten(2), torch.sigmoid(z) if r.kind == "lightning" else F.silu(z), r)
     _write_states(r, storage, writes.reshape(len(reads), -1), inputs, states)
     result: torch.Tensor = y.flatten(0, 1).to(x.dtype)
     return result
@@ -127,7 +156,7 @@ def _mamba_scan(
     b, c = (_to_heads(part.unflatten(-1, (r.groups, r.key_size)), r)[..., None] for part in (b, c))
     x = x.unflatten(-1, (r.heads, r.value_size))
     own_decay, bias = _given(r)
-    dt = F.softplus(dt + bias).clamp(*r.dt_limits)
+    dt = torch.ones_like(x[..., 0]) if r.kind == "lightning" else F.softplus(dt + bias).clamp(*r.dt_limits)
     decay, change = torch.exp(dt * own_decay)[..., None, None], (dt[..., None] * x)[:, :, :, None]
     outputs, states = [], []
     for i in range(x.shape[1]):
@@ -163,7 +192,7 @@ def _write_states(
     for i, token in np.argwhere(writes >= 0).tolist():
         target = int(writes[i, token])
         storage.convolutions[r.layer][target] = inputs[i, token + 1 : token + r.width].detach()
-        if states:  # `scan` writes those of a selective recurrence
+        if states:  # `scan` writes those of a recurrence by channel
             storage.recurrent[r.layer][target] = states[token][i].detach()
 
 

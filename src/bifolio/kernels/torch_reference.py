@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from bifolio.errors import PhaseError
+from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
@@ -74,6 +75,8 @@ class TorchKernels(TorchArrays):
 
     def prepare_experts(self, experts: Experts) -> Experts:
         """`prepared` is (weight [experts, out, in], bias [experts, out] or None) of up and of down."""
+        if experts.host is not None:
+            return HostExperts.prepared(experts, self)
 
         def stacked(linears: tuple[Linear, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
             fused = [self.prepare_linear(linear).prepared for linear in linears]
@@ -131,6 +134,9 @@ class TorchKernels(TorchArrays):
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         weight = linear.prepared
+        if weight is None:
+            parts: list[Any] = [head.parts[0] for head in linear.heads]
+            weight = torch.stack(parts)
         heads = x.unflatten(-1, (weight.shape[0], -1))[..., start : start + weight.shape[2]]
         return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
 
@@ -235,6 +241,8 @@ class TorchKernels(TorchArrays):
         return Routing(experts.to(torch.int32), weights * router.scale)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
+        if isinstance(experts.prepared, HostExperts):
+            return experts.prepared.mix(x, routing, adapters).to(x.dtype)
         (up, up_bias), (down, down_bias) = experts.prepared
         x = x.to(up.dtype)
         parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]

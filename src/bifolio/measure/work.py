@@ -98,6 +98,9 @@ def every_product(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:
     heads = [] if weights.streams is None else [weights.streams.merge]
     heads += [each for layer in weights.layers if layer.latent for each in (layer.latent.key_up, layer.latent.value_up)]
     yield from ((linear, "projections") for each in heads for linear in each.heads)
+    for layer in weights.layers:
+        units = None if layer.recurrent is None else layer.recurrent.units
+        yield from ((linear, "projections") for linear in ([] if units is None else units.linears()))
 
 
 def products_of(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:

@@ -24,7 +24,8 @@ from bifolio.model.stream_tensors import (
     layer_stream_parts,
     stream_parts,
 )
-from bifolio.model.tensor_names import TensorNames
+from bifolio.model.tensor_names import TensorNames, final_norm_name
+from bifolio.model.unit_tensors import unit_parts
 from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
@@ -109,11 +110,6 @@ class NamedTensor:
 
 def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: bool) -> Iterator[NamedTensor]:
     """Yield every tensor once, layer by layer. `interleaved`: the file uses rope on neighbouring pairs."""
-    if not weights.config.language_head:
-        raise UnsupportedModelError(
-            "encoders are not written to folders and GGUF files: use the folder as it is, or a file that llama.cpp's "
-            "converter has made"
-        )
     found = _network(weights, names, interleaved)
     return found if weights.config.norm_weight else (tensor for tensor in found if tensor.kind != "norm")
 
@@ -122,14 +118,18 @@ def _network(weights: ModelWeights, names: TensorNames, interleaved: bool) -> It
     yield NamedTensor(names.embedding + ".weight", _quantized(weights.embedding), "embedding")
     if weights.position_embedding is not None:
         yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")
-    yield from _norm(names.embedding_norm, weights.embedding_norm)
+    if weights.type_embedding is not None:
+        yield NamedTensor(names.types + ".weight", _quantized(weights.type_embedding), "positions")
+    yield from norm_tensors(names.embedding_norm, weights.embedding_norm)
     if weights.layer_inputs is not None and names.layer_inputs is not None:
         yield from _parts(layer_input_parts(names.layer_inputs, weights.layer_inputs))
     if weights.streams is not None and names.streams is not None:
         yield from _parts(stream_parts(names.streams, weights.streams), "state")
     for index, layer in enumerate(weights.layers):
         yield from _layer(weights.config, names, names.layer.format(index), layer, interleaved)
-    yield from _norm(names.final_norm, _final_norm(weights))
+    yield from norm_tensors(final_norm_name(weights.config, names), _final_norm(weights))
+    if not weights.config.language_head:
+        return
     if not weights.config.tie_embeddings:
         yield NamedTensor(names.head + ".weight", _quantized(weights.head.parts[0]), "head")
     if weights.head.biases[0] is not None:
@@ -144,28 +144,34 @@ def _layer(
     orders: tuple[NDArray[np.int64] | None, ...] = (None,) * len(layer.qkv.parts)
     if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
         orders = row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
-    yield from _norm(prefix + names.attention_norm, layer.attention_norm)
+    yield from norm_tensors(prefix + names.attention_norm, layer.attention_norm)
     if layer.recurrent is not None and names.recurrent is not None:
         yield from _recurrence(prefix, names.recurrent, config, layer.recurrent)
     if layer.has_attention:
         yield from _attention(prefix, names, layer, orders)
-    yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
-    yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
+    yield from norm_tensors(prefix + names.post_attention_norm, layer.post_attention_norm)
+    yield from norm_tensors(prefix + names.mlp_norm, layer.mlp_norm)
     if layer.moe is not None:
         yield from _experts(prefix, names, layer, layer.moe)
     elif layer.has_mlp:
         yield from _linear(prefix, names.up, layer.up)
         yield from _linear(prefix, (names.down,), layer.down)
-        yield from _norm(prefix + names.mlp_sub_norm, layer.mlp_sub_norm)
+        yield from norm_tensors(prefix + names.mlp_sub_norm, layer.mlp_sub_norm)
         for name, value in zip(names.xielu, layer.xielu or (), strict=False):
             yield NamedTensor(prefix + name, _quantized(np.array([value], np.float32)), "state")
-    yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+    yield from norm_tensors(prefix + names.post_mlp_norm, layer.post_mlp_norm)
     if layer.inputs is not None and names.layer_inputs is not None:
         yield from _parts(gated_input_parts(prefix, names.layer_inputs, layer.inputs))
     if layer.streams is not None and names.streams is not None:
         yield from _parts(layer_stream_parts(prefix, names.streams, layer.streams), "state")
     if config.layer_scales:
         yield NamedTensor(prefix + names.layer_scale, _quantized(np.array([layer.scale], np.float32)), "state")
+
+
+def linear_tensors(name: str, linear: Linear) -> Iterator[NamedTensor]:
+    """A dense layer behind the network: its matrix is no matrix of a layer."""
+    for part in _linear("", (name,), linear):
+        yield replace(part, kind="positions") if part.kind == "matrix" else part
 
 
 def _parts(parts: Iterator[Part], kind: Kind = "matrix") -> Iterator[NamedTensor]:
@@ -188,11 +194,11 @@ def _attention(
     if layer.gate is not None:
         yield from _linear(prefix, (names.gate,), layer.gate)
     if names.query_norm:
-        yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
-        yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
+        yield from norm_tensors(prefix + names.query_norm, layer.shape.query_norm)
+        yield from norm_tensors(prefix + names.key_norm, layer.shape.key_norm)
     if layer.shape.sinks is not None:
         yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
-    yield from _norm(prefix + names.attention_sub_norm, layer.attention_sub_norm)
+    yield from norm_tensors(prefix + names.attention_sub_norm, layer.attention_sub_norm)
     yield from _linear(prefix, (names.output,), layer.output)
 
 
@@ -213,17 +219,22 @@ def _recurrence(
         stored = np.ascontiguousarray(np.asarray(stored).T)
     yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)
     first = 0
-    for name, shape in names.conv_parts(own):
+    for name, shape in names.conv_parts(own) if own.width > 1 else ():
         yield from vector(name + ".weight", recurrence.conv_weight[first : first + shape[0]], shape)
         first += shape[0]
     yield from vector(f"{names.conv}.bias", recurrence.conv_bias, (own.channels,))
     matrix = (own.channels, own.key_size) if recurrent.selective is not None else names.vector_shape(own)
-    yield from vector(names.decay, stored, matrix)
-    yield from vector(names.bias, recurrence.bias, (own.bias_size,))
+    if names.decay:
+        yield from vector(names.decay, stored, matrix)
+    if names.bias:
+        yield from vector(names.bias, recurrence.bias, (own.bias_size,))
+    if recurrent.units is not None and names.units is not None:
+        parts = unit_parts(own, names.units, recurrent.units, recurrence.decay, recurrence.bias)
+        yield from _parts(((prefix + name, value) for name, value in parts), "state")
     yield from vector(names.skip, recurrence.skip, matrix[:1] if recurrent.selective is not None else matrix)
     if recurrent.selective is not None and names.selective is not None:
         for name, part in selective_parts(names.selective, recurrent.selective, own.step_norms == "weighted"):
-            yield from _linear(prefix, (name,), part) if isinstance(part, Linear) else _norm(prefix + name, part)
+            yield from _linear(prefix, (name,), part) if isinstance(part, Linear) else norm_tensors(prefix + name, part)
     if recurrent.keyed is not None and names.keyed is not None:
         for name, product in keyed_parts(names.keyed, recurrent.keyed):
             yield from _linear(prefix, (name,), product)
@@ -287,10 +298,10 @@ def _latent(prefix: str, names: LatentNames, latent: LatentWeights) -> Iterator[
         yield from _linear(prefix, (names.query,), latent.query)
     else:
         yield from _linear(prefix, (names.query_down,), latent.query_down)
-        yield from _norm(prefix + names.query_norm, latent.query_norm)
+        yield from norm_tensors(prefix + names.query_norm, latent.query_norm)
         yield from _linear(prefix, (names.query_up,), latent.query)
     yield from _linear(prefix, (names.latent,), latent.latent)
-    yield from _norm(prefix + names.latent_norm, latent.latent_norm)
+    yield from norm_tensors(prefix + names.latent_norm, latent.latent_norm)
     yield from _expert_linears(prefix, (names.key_up,), latent.key_up.heads)
     yield from _expert_linears(prefix, (names.value_up,), latent.value_up.heads)
 
@@ -307,9 +318,9 @@ def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeigh
         scale = np.asarray(moe.router_norm.weight) * np.float32(len(moe.router_norm.weight) ** 0.5)
         yield NamedTensor(prefix + names.router_scale, _quantized(scale), "state")
         yield NamedTensor(prefix + names.expert_scales, _quantized(moe.choice.expert_scales), "state")
-        yield from _norm(prefix + names.expert_norm, moe.input_norm)
-        yield from _norm(prefix + names.post_expert_norm, moe.output_norm)
-        yield from _norm(prefix + names.post_shared_norm, moe.mlp_output_norm)
+        yield from norm_tensors(prefix + names.expert_norm, moe.input_norm)
+        yield from norm_tensors(prefix + names.post_expert_norm, moe.output_norm)
+        yield from norm_tensors(prefix + names.post_shared_norm, moe.mlp_output_norm)
         yield from _linear(prefix, names.up, layer.up)
         yield from _linear(prefix, (names.down,), layer.down)
     elif layer.up.parts:
@@ -342,7 +353,7 @@ def _final_norm(weights: ModelWeights) -> Norm:
     return replace(norm, weight=norm.weight / scale, bias=None if norm.bias is None else norm.bias / scale)
 
 
-def _norm(name: str, norm: Norm | None) -> Iterator[NamedTensor]:
+def norm_tensors(name: str, norm: Norm | None) -> Iterator[NamedTensor]:
     if norm is None:
         return
     yield NamedTensor(name + ".weight", _quantized(norm.weight), "norm")

@@ -3,7 +3,7 @@
     conv   channels; rows of b, c and x
     delta  heads with the groups of their keys; rows of q, k, v, z, beta and a
     keyed  heads; rows of q, k, v and beta, and of the second halves of the products of low rank: the first are on each
-    mamba  heads with the groups of B and C; rows of z, x, b, c and dt, and whole groups of the norm
+    mamba  heads with the groups of B and C; rows of z, x, b, c and dt, and whole groups of the norm; lightning the same
 
 A group that the heads of several ranks share is on each of them. The recurrence of a head reads nothing of other heads,
 so a rank computes the bits of one process; the output projection joins the heads (`model.shards`).
@@ -51,8 +51,11 @@ def check_recurrence(own: RecurrentConfig, size: int) -> None:
     """Raise ConfigError if `size` ranks cannot share the recurrent layers."""
     if size == 1:
         return
-    if own.kind == "selective":
-        raise ConfigError("tensor_parallel_size must be 1: selective recurrent layers (Mamba) are not shared by ranks")
+    if own.by_channel:
+        raise ConfigError(
+            "tensor_parallel_size must be 1: selective recurrent layers (Mamba) and linear recurrent units are not "
+            "shared by ranks"
+        )
     if own.kind == "conv":
         if own.channels < size:
             raise ConfigError(f"{own.channels} channels cannot be shared by tensor_parallel_size={size} processes")
@@ -70,7 +73,7 @@ def check_recurrence(own: RecurrentConfig, size: int) -> None:
             "tensor_parallel_size must be 1 for the order of recurrent heads in this file: use the folder of the model"
         )
     is_even = size > own.groups or own.groups % size == 0
-    if own.kind == "mamba" and own.has_norm and (own.norm_groups % size or not is_even):
+    if own.norms_together and (own.norm_groups % size or not is_even):
         raise ConfigError(
             f"tensor_parallel_size={size} must divide the {own.norm_groups} groups that the recurrent layers are "
             f"normed in: use 1 or another divisor"
@@ -83,8 +86,8 @@ def config_part(own: RecurrentConfig, part: RecurrentPart, size: int) -> Recurre
         return replace(own, channels=part.channels[1] - part.channels[0])
     heads, groups = part.heads[1] - part.heads[0], part.groups[1] - part.groups[0]
     channels = heads * own.value_size + 2 * groups * own.key_size
-    is_cut = own.kind == "mamba" and own.has_norm
-    norm_groups = own.norm_groups // size if is_cut else 1 if own.kind == "mamba" else own.norm_groups
+    is_delta = own.kind in ("delta", "keyed")
+    norm_groups = own.norm_groups // size if own.norms_together else own.norm_groups if is_delta else 1
     return replace(own, heads=heads, groups=groups, channels=channels, norm_groups=norm_groups)
 
 
@@ -99,8 +102,9 @@ def input_rows(recurrence: Recurrence, part: RecurrentPart, rank: int = 0) -> li
                   (recurrence.heads, one)),
         "keyed": ((keys, key), (keys, key), (inner, value), (recurrence.heads, one)),
         "mamba": ((inner, value), (inner, value), (keys, key), (keys, key), (recurrence.heads, one)),
+        "lightning": ((inner, value), (inner, value), (keys, key), (keys, key)),
     }[recurrence.kind]  # fmt: skip
-    by_group = (2, 3) if recurrence.kind == "mamba" else (0, 1)
+    by_group = (0, 1) if recurrence.has_delta_rule else (2, 3)
     rows, first = [], 0
     for number, (width, unit) in enumerate(widths):
         rows.append(_shifted(part.groups if number in by_group else part.heads, unit, first))

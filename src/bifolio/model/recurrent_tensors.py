@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from bifolio.arrays import array_namespace
 from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
 from bifolio.model.fetch import Fetch, FetchVector
 from bifolio.model.keyed_tensors import KeyedNames, assemble_keyed
+from bifolio.model.rope_frequencies import lightning_slopes
 from bifolio.model.selective_tensors import SelectiveNames, assemble_selective, selective_decay
+from bifolio.model.unit_tensors import UnitNames, assemble_units, unit_vectors
 from bifolio.model.weights import RecurrentWeights
 
 
@@ -35,10 +39,16 @@ class RecurrentNames:
     grouped_norm: bool = False  # the norm is stored as [groups, size / groups]
     selective: SelectiveNames | None = None
     keyed: KeyedNames | None = None
+    units: UnitNames | None = None
+
+    @property
+    def conv_names(self) -> tuple[str, ...]:
+        """Names of the tensors of the convolution, without `.weight`."""
+        return tuple(name for name in ((self.conv,) if isinstance(self.conv, str) else self.conv) if name)
 
     def conv_parts(self, own: RecurrentConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and shape of each tensor of the convolution, in the order of its channels."""
-        keys, names = own.groups * own.key_size, (self.conv,) if isinstance(self.conv, str) else self.conv
+        keys, names = own.groups * own.key_size, self.conv_names
         sizes = (own.channels,) if len(names) == 1 else (keys, keys, own.inner_size)
         ends = (1, own.width) if self.conv_axis else (own.width,)
         return tuple((name, (size, *ends)) for name, size in zip(names, sizes, strict=True))
@@ -74,17 +84,16 @@ def assemble_recurrence(
             tuple(vector(f"{prefix}{name}.bias", (size,)) if own.projection_bias else None for name, size in parts),
         )
 
-    def convolution() -> Array:
-        parts = [vector(f"{prefix}{name}.weight", shape) for name, shape in names.conv_parts(own)]
-        rows = parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts, axis=0)
-        return rows.reshape(own.channels, own.width)
-
-    decay = None
+    decay, bias = None, flat(names.bias, (own.bias_size,)) if names.bias and own.vectors else None
     if names.decay and own.vectors:
         decay = flat(names.decay, heads)
         decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
     if is_selective:
         decay = selective_decay(vector(prefix + names.decay, (own.channels, own.key_size)), names.decay_log)
+    if own.kind == "lightning":
+        decay = -lightning_slopes(own.heads, layer, config.num_layers)
+    if names.units is not None:
+        decay, bias = unit_vectors(own, names.units, prefix, vector)
     has_skip = bool(names.skip) and (own.kind == "mamba" or is_selective)
     recurrence = Recurrence(
         kind=own.kind,
@@ -95,12 +104,12 @@ def assemble_recurrence(
         groups=own.groups,
         key_size=own.key_size,
         value_size=own.value_size,
-        conv_weight=convolution(),
+        conv_weight=_taps(own, names, prefix, vector),
         conv_bias=flat(f"{names.conv}.bias", (own.channels,)) if own.conv_bias else None,
         decay=decay,
-        bias=flat(names.bias, (own.bias_size,)) if names.bias and own.vectors else None,
+        bias=bias,
         skip=flat(names.skip, (own.channels,) if is_selective else heads) if has_skip else None,
-        norm=Norm(flat(names.norm + ".weight", names.norm_shape(own)), None, config.norm_eps, False)
+        norm=Norm(flat(names.norm + ".weight", names.norm_shape(own)), None, own.norm_eps or config.norm_eps, False)
         if own.norm_size
         else None,
         norm_first=own.norm_first,
@@ -114,7 +123,17 @@ def assemble_recurrence(
         linear(((names.output, d),), own.inner_size),
         None if names.selective is None else assemble_selective(own, names.selective, prefix, fetch, vector),
         None if names.keyed is None else assemble_keyed(own, names.keyed, prefix, fetch),
+        None if names.units is None else assemble_units(own, names.units, prefix, fetch, config.activation),
     )
+
+
+def _taps(own: RecurrentConfig, names: RecurrentNames, prefix: str, vector: FetchVector) -> Array:
+    """f32[channels, width]; one tap of ones where there is no convolution."""
+    if own.width == 1:
+        return np.ones((own.channels, 1), np.float32)
+    parts = [vector(f"{prefix}{name}.weight", shape) for name, shape in names.conv_parts(own)]
+    rows = parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts, axis=0)
+    return rows.reshape(own.channels, own.width)
 
 
 def _input_parts(names: RecurrentNames, own: RecurrentConfig) -> tuple[tuple[str, int], ...]:

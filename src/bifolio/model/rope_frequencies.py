@@ -1,4 +1,4 @@
-"""Constants of positions: the frequencies of rope, and the slopes of linear biases."""
+"""Constants of positions: the frequencies of rope, the slopes of linear biases, and those of lightning attention."""
 
 from __future__ import annotations
 
@@ -63,3 +63,9 @@ def alibi_slopes(num_heads: int, largest: float) -> np.ndarray:
     first = 2.0 ** (-largest / whole * np.arange(1, whole + 1))
     others = 2.0 ** (-largest / (2 * whole) * np.arange(1, 2 * (num_heads - whole) + 1, 2))
     return np.concatenate([first, others]).astype(np.float32)
+
+
+def lightning_slopes(num_heads: int, layer: int, num_layers: int) -> np.ndarray:
+    """f32[num_heads]: how fast the states of heads decay in lightning attention; those of upper layers are slower."""
+    share = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
+    return (2.0 ** (-8 / num_heads * np.arange(1, num_heads + 1)) * share).astype(np.float32)

@@ -39,6 +39,7 @@ class StoredForm:
     renamed: tuple[tuple[str, str], ...] = ()  # (name with its suffix, name in the file)
     flat: tuple[str, ...] = ()  # names with their suffix: matrices [1, d] that the file stores as vectors [d]
     rows: tuple[str, ...] = ()  # names with their suffix: vectors [d] that the file stores as matrices [1, d]
+    turned: tuple[str, ...] = ()  # names with their suffix: matrices that the file stores transposed
 
     def source(self, source: TensorSource) -> TensorSource:
         return source if self == StoredForm() else StoredTensors(source, self)
@@ -82,7 +83,12 @@ class StoredForm:
             return shape[-1:]
         return (1, *shape) if any(name.endswith("." + end) for end in self.rows) else shape
 
+    def is_turned(self, name: str) -> bool:
+        return any(name.endswith("." + end) for end in self.turned)
+
     def _in_file(self, tensor: NamedTensor) -> NamedTensor:
+        if self.is_turned(tensor.name):
+            return replace(tensor, name=self.in_file(tensor.name), tensor=_transposed(tensor.rearranged()))
         stored, shape = self.in_file(tensor.name), self.shape_in_file(tensor.name, tensor.tensor.shape)
         if shape == tensor.tensor.shape:
             return replace(tensor, name=stored)
@@ -102,6 +108,8 @@ class StoredTensors:
 
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         found = self.form.part_of(name)
+        if found is None and self.form.is_turned(name):
+            return _transposed(self.inner.view(self.form.in_file(name), (*shape[:-2], shape[-1], shape[-2])))
         if found is None:
             tensor = self.inner.view(self.form.in_file(name), self.form.shape_in_file(name, shape))
             return tensor if tensor.shape == shape else tensor.reshape(*shape)
@@ -113,6 +121,12 @@ class StoredTensors:
         first, last = int(rows[0]), int(rows[-1])
         is_span = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         return tensor.select_rows(slice(first, last + 1) if is_span else rows)
+
+
+def _transposed(tensor: QuantizedTensor) -> QuantizedTensor:
+    """The last two dimensions in the other order, in the format of the tensor if that rounds nothing."""
+    turned = QuantizedTensor.from_array(np.ascontiguousarray(np.asarray(tensor.dequantize()).swapaxes(-1, -2)))
+    return turned if tensor.format.is_quantized else turned.converted(tensor.format)
 
 
 def joined_heads(config: ModelConfig, stored: str, names: tuple[str, ...]) -> StoredForm:

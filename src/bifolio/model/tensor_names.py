@@ -156,7 +156,7 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         embedding=embedding,
         position_embedding=_positions(config, names, fetch),
         layers=tuple(_layer(config, names, i, fetch, vector, bias) for i in range(config.num_layers)),
-        final_norm=_final_norm(config, _final_norm_name(config, names), vector),
+        final_norm=_final_norm(config, final_norm_name(config, names), vector),
         head=_head(config, names, embedding, fetch, vector),
         type_embedding=fetch(names.types + ".weight", (config.token_types, d)) if config.token_types else None,
         embedding_norm=embedding_norm,
@@ -194,7 +194,7 @@ def _distance_bias(config: ModelConfig, names: TensorNames, vector: FetchVector)
     return distance_bias(config, vector(names.distance_bias + ".weight", shape) if config.distance_buckets else None)
 
 
-def _final_norm_name(config: ModelConfig, names: TensorNames) -> str:
+def final_norm_name(config: ModelConfig, names: TensorNames) -> str:
     """Of norms behind the MLPs the last one is that of the network."""
     return names.layer.format(config.num_layers - 1) + names.mlp_norm if config.residual_norms else names.final_norm
 

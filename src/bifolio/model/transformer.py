@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.long_rope import LONG_ROPE
+from bifolio.model.channel_scans import gated_units, selective_scan
 from bifolio.model.image_rows import given_rows
 from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import LatentWeights
@@ -23,7 +23,6 @@ from bifolio.model.weights import (
     ModelWeights,
     MoeWeights,
     RecurrentWeights,
-    SelectiveWeights,
 )
 from bifolio.model.xielu import xielu_coefficients
 
@@ -60,7 +59,10 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
         mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
-        if mixed is not None and config.parallel_block:
+        if mixed is not None and config.kept_norms:
+            x = kernels.add_to_streams(mixed, normed, (config.kept_norms,))
+            normed = x if layer.mlp_norm is None else kernels.norm(x, layer.mlp_norm)
+        elif mixed is not None and config.parallel_block:
             normed = normed if layer.mlp_norm is None else kernels.norm(x, layer.mlp_norm)
             x = kernels.add(x, mixed)
         elif mixed is not None and layer.mlp_norm is not None:
@@ -71,7 +73,10 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:
             delta = feed_forward(layer, normed, config.activation, config.gated_mlp, batch, kernels, x)
-            x = kernels.add(x, delta, 1.0 if layer.inputs is not None else layer.scale)
+            if config.kept_norms:
+                x = kernels.add_to_streams(delta, normed, (config.kept_norms,))
+            else:
+                x = kernels.add(x, delta, 1.0 if layer.inputs is not None else layer.scale)
         if layer.inputs is not None and inputs is not None:
             x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
         if rows is not None and number <= len(rows.deep):
@@ -177,32 +182,14 @@ def recurrence(
     """A recurrence over the tokens of each sequence, from its stored state on."""
     inputs = product(x, recurrent.input, batch, kernels)
     if recurrent.selective is not None:
-        mixed = selective_scan(recurrent, recurrent.selective, inputs, batch, kernels, storage)
+        mixed = selective_scan(recurrent.recurrence, recurrent.selective, inputs, batch, kernels, storage)
+        return joined(mixed, recurrent.output, batch, kernels)
+    if recurrent.units is not None:
+        mixed = gated_units(recurrent.recurrence, recurrent.units, inputs, batch, kernels, storage)
         return joined(mixed, recurrent.output, batch, kernels)
     if recurrent.keyed is not None:
         inputs = keyed_rows(recurrent, recurrent.keyed, inputs, kernels)
     return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, batch, kernels)
-
-
-def selective_scan(
-    recurrent: RecurrentWeights,
-    own: SelectiveWeights,
-    inputs: Array,  # |x|z|
-    batch: Batch,
-    kernels: KernelSet,
-    storage: Storage | None,
-) -> Array:
-    """A convolution, parameters of the state that its outputs give, and the scan of the state."""
-    r = recurrent.recurrence
-    x = kernels.recur(kernels.join_columns([(inputs, 0, r.channels)]), r, batch, storage)
-    parameters, rank = kernels.linear(x, own.parameters), own.step.in_features
-    ends = (0, rank, rank + r.key_size, rank + 2 * r.key_size)
-    parts = [kernels.join_columns([(parameters, *span)]) for span in pairwise(ends)]
-    if own.norms is not None:
-        parts = [kernels.norm(part, norm) for part, norm in zip(parts, own.norms, strict=True)]
-    rows = (inputs, r.channels, 2 * r.channels), (x, 0, r.channels), (kernels.linear(parts[0], own.step), 0, r.channels)
-    states = ((part, 0, r.key_size) for part in parts[1:])
-    return kernels.scan(kernels.join_columns([*rows, *states]), r, batch, storage)
 
 
 def keyed_rows(recurrent: RecurrentWeights, own: KeyedWeights, inputs: Array, kernels: KernelSet) -> Array:

@@ -33,6 +33,7 @@ from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
+from bifolio.model.unit_tensors import UnitWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -114,15 +115,17 @@ class RecurrentWeights:
     output: Linear  # [d, recurrence.out_features]
     selective: SelectiveWeights | None = None
     keyed: KeyedWeights | None = None
+    units: UnitWeights | None = None
 
     @property
     def inner(self) -> list[Linear]:
-        """The products between those of the input and the output."""
+        """The products between those of the input and the output, but for those by head."""
         own = [] if self.selective is None else [self.selective.parameters, self.selective.step]
         return own if self.keyed is None else self.keyed.linears
 
     def matrices(self) -> list[QuantizedTensor | Array]:
-        return [part for linear in (self.input, self.output, *self.inner) for part in linear.parts]
+        by_head = [] if self.units is None else self.units.linears()
+        return [part for linear in (self.input, self.output, *self.inner, *by_head) for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +354,13 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
 def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
     """The layer with its shared MLP as one more expert, where both are alike and the kernel set computes them so."""
     moe = layer.moe
-    if moe is None or not layer.up.parts or layer.cutoff is not None or moe.scales_inputs:
+    if (
+        moe is None
+        or not layer.up.parts
+        or layer.cutoff is not None
+        or moe.scales_inputs
+        or moe.experts.host is not None
+    ):
         return layer
     norms = (moe.router_norm, moe.input_norm, moe.output_norm, moe.mlp_output_norm)
     shards = (moe.shards, layer.up.shards, layer.down.shards)
@@ -394,6 +403,7 @@ def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> Rec
     return RecurrentWeights(
         selective=own,
         keyed=None if recurrent.keyed is None else recurrent.keyed.prepared(kernels),
+        units=None if recurrent.units is None else recurrent.units.prepared(kernels),
         input=kernels.prepare_linear(recurrent.input),
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),
         output=kernels.prepare_linear(recurrent.output),

@@ -35,6 +35,11 @@ LARGEST_WHOLE_KEY = 128  # with larger keys only `FEWEST_VALUES` fit in register
 SOLVED = 16  # rows of a diagonal block that is inverted row by row
 
 
+def has_steps(r: Recurrence) -> bool:
+    """Whether the decays of a recurrence depend on the token."""
+    return r.kind != "lightning"
+
+
 @triton.jit
 def head_group(head: tl.tensor, heads: tl.tensor, groups: tl.tensor, TILED: tl.constexpr) -> tl.tensor:
     """The group whose keys and queries a head uses."""
@@ -95,6 +100,7 @@ def _prepare_kernel(
     least: tl.tensor,
     most: tl.tensor,
     DELTA: tl.constexpr,
+    STEPS: tl.constexpr,  # decays depend on the token
     TILED: tl.constexpr,
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -111,11 +117,14 @@ def _prepare_kernel(
         inside = row < length
         start = tl.load(starts + chunk).to(tl.int64)
         gate = gates + start * gate_stride + head + row * gate_stride
-        rate = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.full((CHUNK,), 1.0, tl.float32)
+        if STEPS:
+            rate = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
         step = rate
         if DELTA:
             step = tl.load(gate + heads, mask=inside, other=0.0).to(tl.float32)
-        step = positive_step(step + own_bias, least, most)
+        if STEPS:
+            step = positive_step(step + own_bias, least, most)
         rate = tl.where(inside, 1.0 / (1.0 + tl.exp(-rate)) if DELTA else step, 0.0)
         total = tl.cumsum(tl.where(inside, step * own_decay, 0.0), axis=0)
         mask = inside[:, None] & (key < key_size)[None, :]
@@ -299,15 +308,16 @@ def scan_chunks(
     precision = "tf32x3" if gates.dtype == torch.float32 else "tf32"
     least, most = (0.0, float("inf")) if is_delta else r.dt_limits
     _prepare_kernel[(count, r.heads)](
-        mixed, gates, chunks.starts, chunks.lengths, r.decay, r.bias, sums, weights, solutions, gates.stride(0),
-        r.heads, r.groups, r.key_size, r.channels, *columns[:2], least, most, DELTA=is_delta, TILED=r.tiled, KEYS=keys,
+        mixed, gates, chunks.starts, chunks.lengths, r.decay, r.bias if has_steps(r) else r.decay, sums, weights,
+        solutions, gates.stride(0), r.heads, r.groups, r.key_size, r.channels, *columns[:2], least, most,
+        DELTA=is_delta, STEPS=has_steps(r), TILED=r.tiled, KEYS=keys,
         CHUNK=CHUNK, BLOCK=SOLVED, PRECISION=precision, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     tiles = triton.cdiv(r.value_size, values)
     _scan_chunks_kernel[(tiles, r.heads, programs_of(chunks, tiles * r.heads))](
         mixed, mixed if storage is None else storage.recurrent[r.layer], chunks.starts, chunks.lengths, chunks.first,
         chunks.last, chunks.reads, chunks.reads if chunks.count is None else chunks.count, writes,
-        r.bias if r.skip is None else r.skip, sums, weights, solutions, out, r.heads, r.groups, r.key_size,
+        r.decay if r.skip is None else r.skip, sums, weights, solutions, out, r.heads, r.groups, r.key_size,
         r.value_size, r.channels, *columns, DELTA=is_delta, TILED=r.tiled,
         HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, COUNTED=chunks.count is not None, KEYS=keys,
         VALUES=values, CHUNK=CHUNK, STAGES=stages(keys, values), PRECISION=precision,

@@ -174,7 +174,7 @@ def tile_rows(pairs: int, num_experts: int, kind: int, fixed: bool) -> int:
     return 64 if wanted <= 64 else 128
 
 
-def mix_experts(
+def mixed(
     x: torch.Tensor,  # [tokens, depth]; not normed yet if there is a norm
     routing: Routing,
     experts: Experts,

@@ -12,6 +12,7 @@ import triton
 
 from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
+from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     Adapter,
     AdapterUse,
@@ -54,7 +55,7 @@ from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.recurrence import recur
 from bifolio.kernels.triton.scan_plan import StagedStates
-from bifolio.kernels.triton.selective import selective_scan
+from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.text_graphs import TextGraphs
@@ -94,6 +95,7 @@ class TritonKernels(TorchArrays):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
+        self._waits_for_host = False  # some experts are in the memory of the host
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -136,6 +138,8 @@ class TritonKernels(TorchArrays):
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
+        if self._waits_for_host:
+            return None  # a captured step cannot wait for experts on the host
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
@@ -145,6 +149,9 @@ class TritonKernels(TorchArrays):
 
     def prepare_experts(self, experts: Experts) -> Experts:
         """`prepared` is (stack of gate and up, of down)."""
+        if experts.host is not None:
+            self._waits_for_host = True
+            return HostExperts.prepared(experts, self)
         return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
     def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
@@ -265,13 +272,15 @@ class TritonKernels(TorchArrays):
         return route(values, router) if can_route(router, values.shape[1]) else self._torch.route(values, router)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
+        if isinstance(experts.prepared, HostExperts):
+            return experts.prepared.mix(tensor(x), routing, adapters)
         if adapters is not None:
             raise ConfigError("adapters of experts do not run on a GPU yet: use device='cpu'")
         is_deferred = isinstance(x, Normed) and x.value is None
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 
         def compute(residual: torch.Tensor | None) -> torch.Tensor:
-            return moe.mix_experts(
+            return moe.mixed(
                 values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic,
                 num_processors=self.num_processors if self.device.startswith("cuda") else 0,
             )  # fmt: skip
@@ -282,7 +291,7 @@ class TritonKernels(TorchArrays):
         return recur(tensor(x), recurrence, self._staged_states(batch), storage)
 
     def scan(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        return selective_scan(tensor(x), recurrence, self._staged_states(batch), storage)
+        return scan_channels(tensor(x), recurrence, self._staged_states(batch), storage)
 
     def _staged_states(self, batch: Batch) -> StagedStates:
         if self._states is None or batch.states is None or self._states.use is not batch.states:

@@ -24,7 +24,7 @@ import triton.language as tl
 from bifolio.kernels.cuda.row_delta import can_step, row_delta
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
-from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, head_group, positive_step, scan_chunks
+from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, has_steps, head_group, positive_step, scan_chunks
 from bifolio.kernels.triton.delta_step import delta_step, gated_norm, has_one_step, head_steps
 from bifolio.kernels.triton.keyed_chunks import scan_keyed_chunks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
@@ -63,6 +63,7 @@ def _convolve_kernel(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,  # a convolution layer: of b * x, times c
+    PLAIN: tl.constexpr,  # no activation
     UNIT: tl.constexpr,  # queries and keys have length 1
     HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr,
@@ -114,7 +115,7 @@ def _convolve_kernel(
     if GATED:
         gate = x + tokens[:, None] * x_stride + channels + channel[None, :]
         y *= tl.load(gate, mask=mask, other=0.0).to(tl.float32)
-    else:
+    elif not PLAIN:
         y = tl.where(used[None, :], y / (1.0 + tl.exp(-y)), 0.0)
     if UNIT:
         length = tl.sqrt(tl.sum(y * y, axis=1) + eps)
@@ -137,19 +138,24 @@ def _advanced(
     most: tl.tensor,
     DELTA: tl.constexpr,
     KEYED: tl.constexpr,
+    STEPS: tl.constexpr,
 ) -> tl.tensor:
     """The state after one token more."""
-    if DELTA:
-        rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
-        step = tl.load(gate + steps).to(tl.float32) + own_bias
+    change = value
+    if STEPS:
+        if DELTA:
+            rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+            step = tl.load(gate + steps).to(tl.float32) + own_bias
+        else:
+            step = tl.load(gate).to(tl.float32) + own_bias
+        step = positive_step(step, least, most)
+        kept = tl.exp(step * own_decay)
+        if KEYED:
+            kept = kept[:, None]
+        state *= kept
+        change = rate * (value - tl.sum(state * key[:, None], axis=0)) if DELTA else step * value
     else:
-        step = tl.load(gate).to(tl.float32) + own_bias
-    step = positive_step(step, least, most)
-    kept = tl.exp(step * own_decay)
-    if KEYED:
-        kept = kept[:, None]
-    state *= kept
-    change = rate * (value - tl.sum(state * key[:, None], axis=0)) if DELTA else step * value
+        state *= tl.exp(own_decay)
     return state + key[:, None] * change[None, :]
 
 
@@ -180,6 +186,7 @@ def _scan_kernel(
     most: tl.tensor,
     DELTA: tl.constexpr,
     KEYED: tl.constexpr,  # each row of a state has its own decay
+    STEPS: tl.constexpr,  # decays depend on the token
     TILED: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_STATES: tl.constexpr,
@@ -217,7 +224,7 @@ def _scan_kernel(
         query = tl.load(mixed_queries + token * channels + rows, mask=has_key, other=0.0)
         value = tl.load(mixed_values + token * channels + columns, mask=has_value, other=0.0)
         gate = gates + token * gate_stride
-        state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED)
+        state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED, STEPS)
         y = tl.sum(state * query[:, None], axis=0) + own_skip * value
         tl.store(out + token * heads * value_size + columns, y, mask=has_value)
         if HAS_STATES:
@@ -242,7 +249,7 @@ def _scan_kernel(
                 query = tl.load(query_rows + token * channels + rows, mask=has_key, other=0.0)
                 value = tl.load(value_rows + token * channels + columns, mask=has_value, other=0.0)
                 gate = gate_rows + token * gate_stride
-                state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED)
+                state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED, STEPS)
                 y = tl.sum(state * query[:, None], axis=0) + own_skip * value
                 tl.store(out_rows + token * heads * value_size + columns, y, mask=has_value)
                 if HAS_STATES:
@@ -265,7 +272,7 @@ def _finish_kernel(
     eps: tl.tensor,
     HAS_NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SIGMOID: tl.constexpr,  # of the gate, in place of silu
     SHARED: tl.constexpr,  # one weight for all parts
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -286,7 +293,7 @@ def _finish_kernel(
 
 def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None) -> torch.Tensor:
     """[t, out_features]"""
-    if r.kind in ("conv", "selective"):
+    if r.only_convolves:
         out = x.new_empty((x.shape[0], r.channels))
         _convolve(x, r, staged, storage, out)
         return out
@@ -303,7 +310,7 @@ def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Sto
     count, is_delta = x.shape[0], r.has_delta_rule
     if not count:
         return
-    if r.kind in ("conv", "selective"):
+    if r.only_convolves:
         sizes = {"num_queries": 0, "key_start": 0, "key_size": 0, "value_start": 0, "value_size": CONV_BLOCK}
         units, block, first = triton.cdiv(r.channels, CONV_BLOCK), CONV_BLOCK, 0
     else:
@@ -320,8 +327,8 @@ def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Sto
         x, windows, old, staged.reads, staged.sequences, staged.starts, staged.writes, r.conv_weight,
         x if r.conv_bias is None else r.conv_bias, out, count, r.channels, x.stride(0), first,
         query_scale=r.key_size**-0.5 if is_delta else 1.0, eps=L2_EPS, **sizes, WIDTH=r.width, GATED=r.kind == "conv",
-        UNIT=is_delta, HAS_BIAS=r.conv_bias is not None, HAS_STATES=has_states, IS_DECODE=staged.is_decode,
-        TOKENS=tokens, BLOCK=block, num_warps=4, **OVERLAPPED,
+        PLAIN=r.kind == "lru", UNIT=is_delta, HAS_BIAS=r.conv_bias is not None, HAS_STATES=has_states,
+        IS_DECODE=staged.is_decode, TOKENS=tokens, BLOCK=block, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
 
 
@@ -332,7 +339,7 @@ def _scan(
     keys, inner = r.groups * r.key_size, r.heads * r.value_size
     new = torch.zeros if staged.has_padding else torch.empty
     out = new((x.shape[0], inner), dtype=torch.float32, device=x.device)
-    gates = x[:, r.channels + inner :]
+    gates = x[:, r.channels + inner :] if has_steps(r) else x
     columns = (0, keys, 2 * keys) if r.has_delta_rule else (inner + keys, inner, 0)  # of queries, keys and values
     spans = staged.spans
     if staged.chunks is not None and r.key_size > LARGEST_KEY:
@@ -367,10 +374,10 @@ def _scan_tokens(
     least, most = (0.0, float("inf")) if is_delta else r.dt_limits
     _scan_kernel[grid](
         mixed, gates, mixed if storage is None else storage.recurrent[r.layer], spans.starts, spans.ends, spans.reads,
-        spans.reads if spans.count is None else spans.count, writes, r.decay, r.bias,
-        r.bias if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
-        r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta,
-        KEYED=r.kind == "keyed", TILED=r.tiled, HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None,
+        spans.reads if spans.count is None else spans.count, writes, r.decay, r.bias if has_steps(r) else r.decay,
+        r.decay if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
+        r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, KEYED=r.kind == "keyed",
+        STEPS=has_steps(r), TILED=r.tiled, HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None,
         IS_DECODE=is_decode, ONE_TOKEN=one_token,
         COUNTED=spans.count is not None, KEYS=rows, VALUES=columns, STAGES=STAGES, num_warps=warps, **OVERLAPPED,
     )  # fmt: skip
@@ -387,8 +394,7 @@ def _finish(y: torch.Tensor, x: torch.Tensor, r: Recurrence) -> torch.Tensor:
     _finish_kernel[(triton.cdiv(y.shape[0] * parts, rows),)](
         y, x, y if r.norm is None else r.norm.weight, out, y.shape[0] * parts, parts, size, x.stride(0),
         r.channels if r.has_delta_rule else 0, 0.0 if r.norm is None else r.norm.eps, HAS_NORM=r.norm is not None,
-        NORM_FIRST=r.norm_first or r.norm is None, SIGMOID=r.kind == "keyed", SHARED=r.has_delta_rule, ROWS=rows,
-        BLOCK=block,
-        num_warps=4 if block * rows <= 4096 else 8, **OVERLAPPED,
+        NORM_FIRST=r.norm_first or r.norm is None, SIGMOID=r.kind in ("keyed", "lightning"), SHARED=r.has_delta_rule,
+        ROWS=rows, BLOCK=block, num_warps=4 if block * rows <= 4096 else 8, **OVERLAPPED,
     )  # fmt: skip
     return out

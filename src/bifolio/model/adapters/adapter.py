@@ -194,7 +194,7 @@ def _low_rank(delta: Delta, rows: np.ndarray, column: int) -> LowRank:
 def _resolved(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:
     """The change under the name of its tensor; that of stacked experts as one of each expert."""
     plain = delta.name.replace("language_model.", "", 1)
-    for spelled in (delta.name, plain, prefix + plain):
+    for spelled in (delta.name, plain, prefix + plain, f"{prefix.partition('.')[0]}.{plain}"):
         if spelled in names:
             return [replace(delta, name=spelled)]
         if delta.down.ndim == 3 and (found := _of_experts(delta, names, spelled + ".")):

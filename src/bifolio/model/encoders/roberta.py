@@ -33,4 +33,7 @@ FAMILY = Family(
     hf_refused={"is_decoder": "a RoBERTa that generates text is not supported"},
     hf_names=renamed(bert.NAMES, "bert.", "roberta."),
     hf_head=(HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj")),
+    written_as="bert",
+    gguf_implied=bert.FAMILY.gguf_implied,
+    gguf_names=bert.GGUF_NAMES,
 )

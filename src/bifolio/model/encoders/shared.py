@@ -51,6 +51,7 @@ def padded_positions(pad_token: int) -> tuple[Field, ...]:
         Field(
             "position_offset",
             hf=Key("pad_token_id", default=offset, read=lambda pad: pad + 1, write=lambda offset: offset - 1),
+            gguf=Form(lambda values: 0, lambda values: {}),  # GGUF files leave those rows of the table out
         ),
         Field("max_position", hf=Form(read, write)),
     )

@@ -107,6 +107,7 @@ class Family:
     gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family
     written_as: str = ""  # `general.architecture` of written files; the first of those that are read, if there is one
     written_with_experts: str = ""  # the same of models with experts, where it differs
+    written_both_ways: str = ""  # the same of models whose tokens see those after them, where it differs
     gguf_implied: Mapping[str, Any] = nothing()  # values by place that the architecture implies
     gguf_written: Mapping[str, Any] = nothing()  # entries that are written and not read
     gguf_needed: Mapping[str, Any] = nothing()  # keys with a point that have these values, or none

@@ -31,6 +31,7 @@ ACTIVATION = Field("activation", hf=activation("hidden_activation", "hidden_act"
 TANH = "gelu_pytorch_tanh"
 EMBEDDING_SCALE = Field("embedding_scale", default=lambda v: math.sqrt(v["hidden_size"]))
 ENCODER = "gemma-embedding"  # `general.architecture`
+GGUF_WINDOW = "attention.sliding_window"
 LARGEST_LAYERS = 62  # the 27B model scales attention by hidden_size / heads instead of the head size
 
 
@@ -78,6 +79,13 @@ def read_gguf_windows(values: Reading) -> Windows:
     return half_windows(windows) if values["bidirectional"] else windows
 
 
+def write_gguf_windows(values: Writing) -> dict[str, Any]:
+    entries = dict(GGUF_WINDOWS.write(values))
+    if values["bidirectional"] and GGUF_WINDOW in entries:
+        entries[GGUF_WINDOW] = 2 * (entries[GGUF_WINDOW] - 1)
+    return entries
+
+
 def write_windows(values: Writing) -> dict[str, Any]:
     if not values["bidirectional"]:
         return dict(BY_TYPE.write(values))
@@ -108,7 +116,7 @@ FAMILY = Family(
             optional=True,
         ),
         Field("language_head", hf=Form(lambda v: not v["bidirectional"]), gguf=Form(lambda v: not v["bidirectional"])),
-        Field("layers.window", hf=Form(read_windows, write_windows), gguf=Form(read_gguf_windows, GGUF_WINDOWS.write)),
+        Field("layers.window", hf=Form(read_windows, write_windows), gguf=Form(read_gguf_windows, write_gguf_windows)),
         Field("ropes", hf=Form(read_ropes, ropes_to_hf), gguf=Form(ropes_from_gguf, rope_entries)),
     ),
     window_period=6,
@@ -120,5 +128,6 @@ FAMILY = Family(
     hf_names=HF_NAMES,
     norm_offset=NORM_OFFSET,
     gguf_architectures=("gemma3", ENCODER),
+    written_both_ways=ENCODER,
     gguf_implied={"activation": "gelu_tanh"},
 )

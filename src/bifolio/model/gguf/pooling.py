@@ -12,14 +12,17 @@ from bifolio.config import HeadConfig, ModelConfig, PoolingConfig
 from bifolio.config.pooling import MOST_LABELS, PoolingKind
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Linear, Norm
+from bifolio.model.export import NamedTensor, linear_tensors, norm_tensors
 from bifolio.model.fetch import Fetch, FetchVector
 from bifolio.model.gguf.header import Header
+from bifolio.model.gguf.reader import Value
 from bifolio.model.pooler_weights import PoolerLayer, PoolerWeights
 from bifolio.text.pairs import PairTemplate
 
 KINDS: dict[int, PoolingKind] = {0: "mean", 1: "mean", 2: "cls", 3: "last"}
 RANK = 4
 DENSE, OUTPUT, NORM = "cls", "cls.output", "cls.norm"
+RERANK_TEMPLATE, QUERY, DOCUMENT = "tokenizer.chat_template.rerank", "{query}", "{document}"
 ANSWER = "yes"  # the label of a reranker that answers with a word
 
 
@@ -51,6 +54,37 @@ class HeadTensors:
         return PoolerWeights(tuple(layers))
 
 
+def pooling_entries(pooling: PoolingConfig) -> dict[str, Value]:
+    """The entries that `read_pooling` reads, without the name of the architecture."""
+    if pooling.head is None:
+        return {"pooling_type": next((number for number, kind in KINDS.items() if kind == pooling.kind and number), 0)}
+    return {"pooling_type": RANK, "classifier.output_labels": list(pooling.head.labels)}
+
+
+def template_entries(template: PairTemplate | None) -> dict[str, Value]:
+    """The text around a query and a document."""
+    return {} if template is None else {RERANK_TEMPLATE: template.filled(QUERY, DOCUMENT)}
+
+
+def head_tensors(pooling: PoolingConfig, pooler: PoolerWeights | None) -> list[NamedTensor]:
+    """The tensors of a head; UnsupportedModelError for one that files cannot describe."""
+    if pooler is None:
+        return []
+    *dense, last = pooler.layers
+    is_known = pooling.head is not None and len(dense) <= 1 and last.norm is None and not last.activation
+    for layer in dense:
+        normed = layer.norm is not None
+        is_known &= (layer.activation, pooling.kind) == (("gelu", "mean") if normed else ("tanh", "cls"))
+    if not is_known:
+        raise UnsupportedModelError(
+            "GGUF files cannot describe the dense layers behind the pooling of this model: use its folder, whose "
+            "matrices --quantization q8_0 rounds while it is loaded"
+        )
+    found = [part for layer in dense for part in linear_tensors(DENSE, layer.linear)]
+    found += [part for layer in dense for part in norm_tensors(NORM, layer.norm)]
+    return [*found, *linear_tensors(OUTPUT, last.linear)]
+
+
 def read_pooling(header: Header, network: ModelConfig) -> tuple[PoolingConfig, HeadTensors | None]:
     """Pooling as the file describes it; without a `pooling_type` states are averaged."""
     number = header.count(".pooling_type", 1)
@@ -61,8 +95,8 @@ def read_pooling(header: Header, network: ModelConfig) -> tuple[PoolingConfig, H
     tensors = _head_tensors(header)
     kind: PoolingKind = "mean" if tensors.normed else "cls"
     head = _head(header, header.shape(tensors.output + ".weight")[0])
-    template = header.get("tokenizer.chat_template.rerank")
-    pair = PairTemplate.of_text(template, "{query}", "{document}") if isinstance(template, str) else None
+    template = header.get(RERANK_TEMPLATE)
+    pair = PairTemplate.of_text(template, QUERY, DOCUMENT) if isinstance(template, str) else None
     return PoolingConfig(kind if network.bidirectional else "last", head=head, pair_template=pair), tensors
 
 

@@ -7,6 +7,7 @@ the complete `tokenizer.json` is stored in the file as well.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from bifolio.model.gguf.tokenizer import (
     byte_level_pre_tokenizer,
     tokenizer_from_metadata,
 )
+from bifolio.model.gguf.word_pieces import INSIDE, LOWERCASE, stored_piece
 from bifolio.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -75,6 +77,8 @@ def _kind(description: Mapping[str, Any]) -> str | None:
     model = description["model"]
     if model["type"] == "Unigram":
         return "t5"
+    if model["type"] == "WordPiece":
+        return "bert" if model.get("continuing_subword_prefix", INSIDE) == INSIDE else None
     if model["type"] != "BPE":
         return None
     if model.get("byte_fallback"):
@@ -90,6 +94,13 @@ def _vocabulary_entries(kind: str, description: Mapping[str, Any], backend: Any,
         _PREFIX + "token_type": np.array(types, np.int32),
     }
     model = description["model"]
+    if kind == "bert":
+        entries[_PREFIX + "tokens"] = [stored_piece(token, type) for token, type in zip(tokens, types, strict=True)]
+        normalizer = description.get("normalizer") or {}
+        names = {"unknown": model.get("unk_token"), "padding": "[PAD]", "mask": "[MASK]"}
+        ids = {name: backend.token_to_id(token) for name, token in names.items() if token is not None}
+        entries |= {f"{_PREFIX}{name}_token_id": number for name, number in ids.items() if number is not None}
+        return {**entries, LOWERCASE: bool(normalizer.get("lowercase", False))}
     if kind == "gpt2":
         merges = [_pair(merge) for merge in model["merges"]]
         entries[_PREFIX + "pre"] = _pre_name(backend, bool(model.get("ignore_merges")))
@@ -112,7 +123,7 @@ def _tokens_and_types(
     types = [int(TokenType.UNUSED)] * vocab_size
     for token, index in backend.get_vocab(with_added_tokens=True).items():
         if index < vocab_size:
-            is_byte = kind != "gpt2" and _BYTE_TOKEN.fullmatch(token)
+            is_byte = kind not in ("gpt2", "bert") and _BYTE_TOKEN.fullmatch(token)
             tokens[index] = token
             types[index] = TokenType.BYTE if is_byte else TokenType.NORMAL
     for added in description.get("added_tokens", ()):
@@ -181,6 +192,9 @@ def _special_entries(tokenizer: Tokenizer, config: ModelConfig, special_tokens: 
         if (token_id := ids.get(f"{name}_token")) is not None and token_id < config.vocab_size
     }
     plain, framed = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    if config.bidirectional and len(framed) == len(plain) + 2:
+        ends = {"cls": framed[0], "seperator": framed[-1]}
+        entries |= {f"{_PREFIX}{name}_token_id": token_id for name, token_id in ends.items()}
     entries[_PREFIX + "add_bos_token"] = len(framed) > len(plain) and framed[0] != plain[0]
     entries[_PREFIX + "add_eos_token"] = len(framed) > len(plain) and framed[-1] != plain[-1]
     return entries
@@ -189,11 +203,21 @@ def _special_entries(tokenizer: Tokenizer, config: ModelConfig, special_tokens: 
 def _rebuilds(entries: Mapping[str, Value], tokenizer: Tokenizer, config: ModelConfig) -> bool:
     """Whether the tokenizer rebuilt from these entries encodes and decodes the probe texts identically."""
     described = {"general.architecture": config.architecture, **entries}
+    described[f"{config.architecture}.attention.causal"] = not config.bidirectional
     try:
         rebuilt = tokenizer_from_metadata(Metadata(described, Path("the new file")))
     except BifolioError:
         return False
+    if config.bidirectional and _pairs(rebuilt) != _pairs(tokenizer):
+        return False
     return all(
-        rebuilt.encode(text) == (ids := tokenizer.encode(text)) and rebuilt.decode(ids) == tokenizer.decode(ids)
+        rebuilt.encode(text) == (ids := tokenizer.encode(text))
+        and (config.bidirectional or rebuilt.decode(ids) == tokenizer.decode(ids))
         for text in PROBES
     )
+
+
+def _pairs(tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """Tokens of pairs of texts, and the text that each belongs to."""
+    pairs = list(itertools.pairwise(PROBES))
+    return [(encoding.ids, encoding.type_ids) for encoding in tokenizer.encodings(pairs, True)]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.file_tokenizer import Vocabulary
+from bifolio.model.gguf.file_tokenizer import TokenType, Vocabulary
 
 SPACE, INSIDE = "▁", "##"
 LOWERCASE = "tokenizer.ggml.normalizer.lowercase"
@@ -27,6 +27,14 @@ def _piece(token: str) -> str:
     if token.startswith(SPACE):
         return token[len(SPACE) :]
     return token if token.startswith("[") and token.endswith("]") else INSIDE + token
+
+
+def stored_piece(token: str, type: int) -> str:
+    """The spelling of a file, the reverse of `with_pieces`."""
+    if token.startswith(INSIDE) and len(token) > len(INSIDE):
+        return token[len(INSIDE) :]
+    is_name = token.startswith("[") and token.endswith("]")
+    return token if is_name or type == TokenType.UNUSED else SPACE + token
 
 
 def word_pieces(metadata: Metadata, vocabulary: Vocabulary) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.config import PoolingConfig
 from bifolio.errors import ModelFileError
 from bifolio.kernels.cpu import SEARCHED_FORMATS, encoded, quickly_converted
 from bifolio.model.export import NamedTensor, named_tensors
@@ -18,6 +19,7 @@ from bifolio.model.families import family_of
 from bifolio.model.file_access import atomic_path
 from bifolio.model.gguf.metadata import gguf_architecture, model_metadata
 from bifolio.model.gguf.mixes import MIXES, Mix
+from bifolio.model.gguf.pooling import head_tensors, pooling_entries, template_entries
 from bifolio.model.gguf.reader import StringArray, Value
 from bifolio.model.gguf.rope_fields import rope_tensors
 from bifolio.model.gguf.sampling import sampling_entries
@@ -95,7 +97,7 @@ def write_gguf(
     entries |= {**family.gguf_entries(model.weights), **(extra or {})}
     weights = with_head_order(model.weights, tiled=family.gguf_tiled)
     tensors = named_tensors(weights, family.gguf_names, interleaved=interleaved)
-    sources = list(family.gguf_tensors(tensors, config))
+    sources = [*family.gguf_tensors(tensors, config), *head_tensors(model.pooling, weights.pooler)]
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
     targets = [(source, mix.format_of(source, config, has_importance=bool(importance))) for source in sources]
     notes += _format_notes(targets, mix)
@@ -184,7 +186,24 @@ def _metadata(model: LoadedModel, mix: Mix) -> tuple[dict[str, Value], list[str]
         entries["tokenizer.ggml.model"] = "no_vocab"
     if model.chat_template is not None:
         entries["tokenizer.chat_template"] = model.chat_template
+    if not model.config.language_head or model.pooling != PoolingConfig():
+        own = pooling_entries(model.pooling)
+        entries |= {f"{gguf_architecture(model.config)}.{name}": value for name, value in own.items()}
+        entries |= template_entries(model.pair_template)
+        notes += _lost_settings(model)
     return entries, notes
+
+
+def _lost_settings(model: LoadedModel) -> list[str]:
+    """Settings of sentence encoders for which files have no entries."""
+    pooling = model.pooling
+    lost = {
+        "prompts": bool(pooling.prompts) and model.pair_template is None,
+        "the length of texts": pooling.max_length is not None,
+        "vectors without normalisation": not pooling.normalize and pooling.head is None,
+    }  # fmt: skip
+    found = [name for name, is_lost in lost.items() if is_lost]
+    return [f"GGUF files have no entries for {', '.join(found)}: pass them with requests"] if found else []
 
 
 def _copied_entries(metadata: Mapping[str, Value]) -> dict[str, Value]:

@@ -48,6 +48,10 @@ def write_folder(
     """
     if format not in DENSE:
         raise ConfigError(f"a folder holds f32, f16 or bf16 weights: write a .gguf file for {format.name.lower()}")
+    if not model.config.language_head:
+        raise UnsupportedModelError(
+            "models without a language head are not written to folders: use the folder as it is, or write a .gguf file"
+        )
     path = Path(path)
     config = folder_config(model.config)
     with _atomic_folder(path, overwrite) as folder:

@@ -186,7 +186,9 @@ class ServerContext:
     def check_base(self, wanted: str | None) -> None:
         """Refuse a name that is not the model's own."""
         if self.adapters_of(wanted):
-            raise bad_request(f"{wanted!r} is an adapter, which generates text only: pass {self.name!r}", "model")
+            raise bad_request(
+                f"{wanted!r} is an adapter, and this call is for the model itself: pass {self.name!r}", "model"
+            )
 
     def adapters_of(self, wanted: str | None) -> list[tuple[str, float]]:
         """The adapters, with factors, of a request to a model: the model's name and none stand for the base."""

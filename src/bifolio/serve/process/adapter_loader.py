@@ -10,7 +10,8 @@ from bifolio.engine.adapters import AdapterStore, LoadedAdapter
 from bifolio.errors import BifolioError, FaultKind, RequestError
 from bifolio.serve.process.fairness import FairThread
 
-Found = Callable[[m.Start, LoadedAdapter | None], None]
+Found = Callable[[LoadedAdapter | None], None]
+Named = list[tuple[str, float]]  # names with factors
 Failed = Callable[[str, BifolioError], None]
 
 
@@ -32,16 +33,16 @@ class AdapterLoader:
             for each in self._store.all()
         ]
 
-    def find(self, message: m.Start, found: Found, failed: Failed) -> None:
+    def find(self, request_id: str, named: Named, share: str, found: Found, failed: Failed) -> None:
         """Call `found` with the sum of the request's adapters, or `failed`; from this thread or from another."""
-        adapter = self._store.in_memory(message.adapters)
+        adapter = self._store.in_memory(named)
         if adapter is not None:
-            return found(message, adapter)
-        self._waiting.add(message.id)
+            return found(adapter)
+        self._waiting.add(request_id)
         try:
-            self._thread.submit(message.share, partial(self._read, message, found, failed))
+            self._thread.submit(share, partial(self._read, request_id, named, found, failed))
         except RuntimeError:  # the system starts no further thread
-            failed(message.id, RequestError("no thread is free to read the adapter: ask again later"))
+            failed(request_id, RequestError("no thread is free to read the adapter: ask again later"))
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that wait for their adapters."""
@@ -69,17 +70,17 @@ class AdapterLoader:
         except RuntimeError:  # the system starts no further thread
             send(m.Refused(message.id, FaultKind.UNAVAILABLE, "no thread is free to read the adapter: ask again later"))
 
-    def _read(self, message: m.Start, found: Found, failed: Failed) -> None:
-        if message.id not in self._waiting:
+    def _read(self, request_id: str, named: Named, found: Found, failed: Failed) -> None:
+        if request_id not in self._waiting:
             return
         try:
-            adapter = self._store.sum(message.adapters)
+            adapter = self._store.sum(named)
         except BifolioError as error:
-            failed(message.id, error)
+            failed(request_id, error)
         except (OSError, MemoryError) as error:
-            failed(message.id, RequestError(f"the adapter cannot be read: {error}"))
+            failed(request_id, RequestError(f"the adapter cannot be read: {error}"))
         else:
-            if message.id in self._waiting:
-                found(message, adapter)
+            if request_id in self._waiting:
+                found(adapter)
         finally:
-            self._waiting.discard(message.id)
+            self._waiting.discard(request_id)

@@ -140,7 +140,7 @@ class EngineService:
         elif isinstance(message, m.Stop):
             self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
         elif isinstance(message, m.Embed):
-            self._post(message.id, lambda engine: self._embed(engine, message))
+            self._embed_with_adapters(message)
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
@@ -164,7 +164,8 @@ class EngineService:
     def _begin(self, message: m.Start) -> None:
         """Queue a request, once its adapter is in memory and its grammar is compiled."""
         if message.adapters:
-            self._adapters.find(message, self._begin_with, self._refuse_early)
+            found = partial(self._begin_with, message)
+            self._adapters.find(message.id, message.adapters, message.share, found, self._refuse_early)
         else:
             self._begin_with(message, None)
 
@@ -309,10 +310,21 @@ class EngineService:
         self._pooled.pop(request_id, None)
         self._unstarted.discard(request_id)
 
-    def _embed(self, engine: InferenceEngine, message: m.Embed) -> None:
+    def _embed_with_adapters(self, message: m.Embed) -> None:
+        def begin(adapter: LoadedAdapter | None) -> None:
+            self._post(message.id, lambda engine: self._embed(engine, message, adapter))
+
+        asked = message.pooling
+        if asked.adapters:
+            self._adapters.find(message.id, asked.adapters, asked.share, begin, self._refuse_early)
+        else:
+            begin(None)
+
+    def _embed(self, engine: InferenceEngine, message: m.Embed, adapter: LoadedAdapter | None) -> None:
         asked, turn = message.pooling, self._turns.next(message.pooling.key)
         options: RequestOptions = {
             "turn": turn, "owner": asked.share, "salt": asked.salt, "second_start": asked.second_start,
+            "adapter": adapter,
         }  # fmt: skip
         params = PoolingParams(asked.dimensions, asked.use_activation, task=asked.task)
         try:

@@ -14,7 +14,6 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.sleep import check_can_sleep, checked_tags, fall_asleep, wake
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, ConfigError, FaultKind
-from bifolio.model.weights import prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class WeightControl:
     def _exchange(self, source: Source) -> None:
         llm = self.llm
         model = updated_model(llm.model, source)
-        prepared = prepare(model.weights, llm.engine.runner.kernels)
+        prepared = llm.prepared(model)
         self.thread.call(lambda engine: llm.exchange(model, prepared)).result()
 
     def _wake(self) -> None:

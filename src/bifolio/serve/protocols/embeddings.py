@@ -24,11 +24,16 @@ from bifolio.text.pairs import EncodedText
 
 
 async def pooled(
-    context: ServerContext, texts: Sequence[EncodedText], pooling: Pooling, scope: Scope, receive: Receive
+    context: ServerContext,
+    texts: Sequence[EncodedText],
+    pooling: Pooling,
+    scope: Scope,
+    receive: Receive,
+    model: str | None = None,
 ) -> list[bytes]:
-    """The results of all texts of a request, as bytes of f32."""
-    tenant = tenant_of(scope)
-    own = msgspec.structs.replace(pooling, key=tenant.name, share=tenant.share, salt=tenant.salt)
+    """The results of all texts of a request to a model or an adapter, as bytes of f32."""
+    tenant, adapters = tenant_of(scope), context.adapters_of(model) or context.scaled_adapters()
+    own = msgspec.structs.replace(pooling, key=tenant.name, share=tenant.share, salt=tenant.salt, adapters=adapters)
     with context.admission(tenant, len(texts)):
         work = asyncio.gather(
             *(
@@ -88,12 +93,14 @@ def shown(raw: bytes, encoding: str) -> list[float] | str:
 
 async def embeddings(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), p.EmbeddingRequest)
-    context.check_base(request.model)
+    context.check_model(request.model)
     inputs = await encoded(context, request.input, request.truncate_prompt_tokens, request.prompt_name)
-    raw = await pooled(context, inputs, Pooling("embed", request.dimensions, request.normalize), scope, receive)
+    raw = await pooled(
+        context, inputs, Pooling("embed", request.dimensions, request.normalize), scope, receive, request.model
+    )
     data = [r.EmbeddingItem(index, shown(each, request.encoding_format)) for index, each in enumerate(raw)]
     count = sum(len(text.token_ids) for text in inputs)
-    await send_json(send, r.EmbeddingList(data, context.name, r.EmbeddingUsage(count, count)))
+    await send_json(send, r.EmbeddingList(data, request.model or context.name, r.EmbeddingUsage(count, count)))
 
 
 ROUTES: tuple[RouteRow, ...] = (("/v1/embeddings", "POST", embeddings),)

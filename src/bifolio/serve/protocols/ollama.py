@@ -286,14 +286,15 @@ async def chat(context: ServerContext, scope: Scope, receive: Receive, send: Sen
 
 async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), EmbedRequest)
-    context.check_base(request.model.removesuffix(":latest"))
+    name = request.model.removesuffix(":latest")
+    context.check_model(name)
     began = time.perf_counter()
     inputs = await encoded(context, request.input, None if request.truncate is False else -1)
     most, longest = context.max_model_len, max(len(text.token_ids) for text in inputs)
     if longest > most:
         message = f"a text has {longest} tokens and the model takes {most}: shorten it, or leave out truncate: false"
         raise bad_request(message, "truncate", "context_length_exceeded")
-    raw = await pooled(context, inputs, Pooling("embed", request.dimensions or None), scope, receive)
+    raw = await pooled(context, inputs, Pooling("embed", request.dimensions or None), scope, receive, name)
     count = sum(len(text.token_ids) for text in inputs)
     found = [shown(each, "float") for each in raw]
     body = {"model": context.name, "embeddings": found, "prompt_eval_count": count, "load_duration": 0}
@@ -303,8 +304,10 @@ async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Se
 async def embed_one(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     """The older form, of one text."""
     request = decode(await read_body(scope, receive, context.limits), OldEmbedRequest)
-    context.check_base(request.model.removesuffix(":latest"))
-    raw = await pooled(context, await encoded(context, request.prompt, -1, name="prompt"), Pooling(), scope, receive)
+    name = request.model.removesuffix(":latest")
+    context.check_model(name)
+    texts = await encoded(context, request.prompt, -1, name="prompt")
+    raw = await pooled(context, texts, Pooling(), scope, receive, name)
     await send_json(send, {"embedding": shown(raw[0], "float")})
 
 

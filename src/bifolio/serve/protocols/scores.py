@@ -38,14 +38,15 @@ async def score_pairs(
     activate: bool | None,
     scope: Scope,
     receive: Receive,
+    model: str | None,
 ) -> Scored:
     """The score of each pair; of a model that makes vectors the cosine of the two."""
     check_count(context, len(pairs))
     head = context.model.pooling.head
     if head is None:
-        return await _products(context, pairs, truncate, activate is not False, scope, receive)
+        return await _products(context, pairs, truncate, activate is not False, scope, receive, model)
     texts = await encoded_pairs(context, pairs, truncate)
-    raw = await pooled(context, texts, Pooling("score", use_activation=activate), scope, receive)
+    raw = await pooled(context, texts, Pooling("score", use_activation=activate), scope, receive, model)
     return [float(_floats(each)[head.score or 0]) for each in raw], _count(texts)
 
 
@@ -56,11 +57,12 @@ async def _products(
     normalize: bool,
     scope: Scope,
     receive: Receive,
+    model: str | None,
 ) -> Scored:
     """The products of the vectors of pairs: their cosines, if they are normalised."""
     plain = list(dict.fromkeys(text for pair in pairs for text in pair))
     texts = await encoded(context, plain, truncate)
-    raw = await pooled(context, texts, Pooling("embed", use_activation=normalize), scope, receive)
+    raw = await pooled(context, texts, Pooling("embed", use_activation=normalize), scope, receive, model)
     vectors = {text: _floats(each).astype(np.float64) for text, each in zip(plain, raw, strict=True)}
     return [float(vectors[one] @ vectors[other]) for one, other in pairs], _count(texts)
 
@@ -79,7 +81,7 @@ async def encoded_pairs(
 
 async def rerank(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.RerankRequest)
-    context.check_base(request.model)
+    context.check_model(request.model)
     if (request.documents is None) == (request.texts is None):
         raise bad_request("/rerank needs documents, or texts in the form of TEI: pass one of them", "documents")
     given = request.texts or request.documents or []
@@ -90,7 +92,7 @@ async def rerank(context: ServerContext, scope: Scope, receive: Receive, send: S
         own = await _cut(context, documents, request.max_tokens_per_doc)
     activate = False if request.raw_scores else request.use_activation
     pairs = [(request.query, text) for text in own]
-    scores, count = await score_pairs(context, pairs, truncate, activate, scope, receive)
+    scores, count = await score_pairs(context, pairs, truncate, activate, scope, receive, request.model)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
     if request.texts is not None:
         texts = {index: {"text": documents[index]} if request.return_text else {} for index in order}
@@ -124,20 +126,22 @@ async def _cut(context: ServerContext, documents: Sequence[str], most: int) -> l
 
 async def score(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.ScoreRequest)
-    context.check_base(request.model)
+    context.check_model(request.model)
     pairs = paired(request.text_1, request.text_2)
     truncate, activate = request.truncate_prompt_tokens, request.use_activation
-    scores, count = await score_pairs(context, pairs, truncate, activate, scope, receive)
+    scores, count = await score_pairs(context, pairs, truncate, activate, scope, receive, request.model)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     await send_json(send, _list(context, data, count))
 
 
 async def classify(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.ClassifyRequest)
-    context.check_base(request.model)
+    context.check_model(request.model)
     head = _head(context)
     texts = await encoded(context, request.input, request.truncate_prompt_tokens)
-    raw = await pooled(context, texts, Pooling("classify", use_activation=request.use_activation), scope, receive)
+    raw = await pooled(
+        context, texts, Pooling("classify", use_activation=request.use_activation), scope, receive, request.model
+    )
     data = []
     for index, scores in enumerate(map(_floats, raw)):
         label = head.labels[int(scores.argmax())]
@@ -148,10 +152,10 @@ async def classify(context: ServerContext, scope: Scope, receive: Receive, send:
 
 async def pooling(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.PoolingRequest)
-    context.check_base(request.model)
+    context.check_model(request.model)
     texts = await encoded(context, request.input, request.truncate_prompt_tokens)
     wanted = Pooling(request.task, request.dimensions, request.use_activation)
-    raw = await pooled(context, texts, wanted, scope, receive)
+    raw = await pooled(context, texts, wanted, scope, receive, request.model)
     width = request.dimensions or vector_size(context)
 
     def value(each: bytes) -> Any:
