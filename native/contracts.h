@@ -254,11 +254,11 @@ struct ConvolutionRow {
 //   S = fma(key, change, decay * S);   out = query^T S, rows of S ascending
 constexpr int64_t kStateColumns = 32;  // of one unit of work
 struct HeadScan {
-  bool delta;
+  bool delta, keyed;
   int64_t tokens, key_size, value_size;
   const float *keys, *queries, *values;  // of the first token; `stride` apart
   int64_t stride;
-  const float *decays, *rates;  // of the first token; `gate_stride` apart
+  const float *decays, *rates;  // of the first token; `gate_stride` apart; keyed: a decay for each row of S
   int64_t gate_stride;
   float* states;          // of the head, `state_stride` apart; null: none is read or written
   int64_t state_stride;
@@ -312,7 +312,7 @@ struct KernelTable {
   // Recurrent layers: a convolution; x / sqrt(sum of squares + eps) * scale; the gates of a token's heads; a scan.
   void (*convolve_row)(const ConvolutionRow& row);
   void (*unit_row)(float* x, int64_t size, float eps, float scale);
-  // steps = softplus(x + bias) clipped to [least, most]; decays = exp(steps * decay)
+  // steps = softplus(x + bias) clipped to [least, most]; decays = exp(steps * decay), which may replace the steps
   void (*decay_row)(const float* x, const float* bias, const float* decay, int64_t size, float least, float most, float* steps,
                     float* decays);
   void (*sigmoid_row)(const float* x, int64_t size, float* out);

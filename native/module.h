@@ -82,6 +82,7 @@ struct RecurrenceHolder {
                    bool norm_first, int64_t norm_groups, float least_step, float most_step, bool tiled);
   std::vector<Vector> vectors;     // that the weights point into
   std::vector<float> conv_weight;  // [width][channels]
+  std::vector<float> decays;       // keyed: that of its head for each key
   std::vector<float> open;         // [channels]  ones, of a convolution without activation
   RecurrenceWeights weights;
 };

@@ -52,7 +52,7 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
                                    nb::handle skip, const NormHolder* norm, bool norm_first, int64_t norm_groups, float least_step,
                                    float most_step, bool tiled)
     : weights{} {
-  require_between("kind", kind, 0, 5);
+  require_between("kind", kind, 0, 6);
   require_between("width", width, 1, kMaxTaps);
   require_between("channels", channels, 1, kMaxWidth / 3);
   const Input given = input("conv_weight", weight_array);
@@ -93,7 +93,11 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
           ": those of two keys for each group and of a value for each head");
   require_between("the width of a row", w.in_features(), 1, kMaxWidth);
   w.decay = needed_vector("decay", decay, heads, vectors);
-  if (w.kind != RecurrenceKind::Lightning) w.bias = needed_vector("bias", bias, heads, vectors);
+  if (w.kind != RecurrenceKind::Lightning) w.bias = needed_vector("bias", bias, w.steps(), vectors);
+  if (w.keyed()) {
+    for (int64_t step = 0; step < w.steps(); ++step) decays.push_back(w.decay[step / key_size]);
+    w.decay = decays.data();
+  }
   w.skip = optional_vector("skip", skip, heads, vectors);
   require(!w.skip || w.kind == RecurrenceKind::Mamba, "skip must be None for the delta rule and for lightning attention");
   require(least_step >= 0.0f && least_step <= most_step, "the limits of steps are ", least_step, " and ", most_step,
@@ -101,7 +105,7 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
   require_between("norm_groups", norm_groups, 1, heads);
   require(w.inner() % norm_groups == 0, "norm_groups is ", norm_groups, " and must divide ", w.inner(), ", the outputs of a token");
   if (norm) {
-    const int64_t size = w.kind == RecurrenceKind::Delta ? value_size : w.inner();
+    const int64_t size = w.delta() ? value_size : w.inner();
     require(norm->norm.size == size, "norm has ", norm->norm.size, " elements and must have ", size);
     require(!norm->norm.bias && !norm->norm.centered, "norm must be an RMS norm without a bias");
     w.norm = &norm->norm;

@@ -23,7 +23,8 @@ class Recurring {
     if (w_.only_convolves()) return;
     stride_ = round_up(w_.channels, 16);
     mixed_ = workspace.convolved.array<float>(size_t(x.count * stride_));
-    gates_ = workspace.gates.array<float>(size_t(2 * x.count * w_.heads));
+    gate_stride_ = w_.steps() + w_.heads;
+    gates_ = workspace.gates.array<float>(size_t(x.count * gate_stride_));
   }
 
   void run(Member& m) {
@@ -42,7 +43,7 @@ class Recurring {
   bool has_keys_last() const { return w_.kind == RecurrenceKind::Mamba || w_.kind == RecurrenceKind::Lightning; }
   int64_t first_channel() const { return has_keys_last() ? w_.inner() : 0; }
   const float* channels(int64_t token) const { return x_.row(token) + first_channel(); }
-  const float* gate(int64_t token) const { return x_.row(token) + (w_.kind == RecurrenceKind::Delta ? w_.channels : 0); }  // z
+  const float* gate(int64_t token) const { return x_.row(token) + (w_.delta() ? w_.channels : 0); }  // z
   const float* head_gates(int64_t token) const { return x_.row(token) + w_.channels + w_.inner(); }  // beta and a, or dt
 
   // -- convolution ----------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class Recurring {
     kernels().convolve_row(row);
   }
 
-  // Units of a token: pieces of channels (conv); or the vectors of its groups and heads, and its gates.
+  // Units of a token: pieces of channels (conv); or the vectors of its groups and heads, and its gates, in pieces if they are keyed.
   void convolve(Member& m) const {
     if (w_.only_convolves()) {
       constexpr int64_t piece = 512;
@@ -86,15 +87,16 @@ class Recurring {
       });
       return;
     }
-    const int64_t units = 2 * w_.groups + w_.heads + 1, average = w_.channels / units + 1;
+    const int64_t units = 2 * w_.groups + w_.heads + (w_.keyed() ? w_.heads : 1), average = w_.channels / units + 1;
     m.split(x_.count * units, std::max<int64_t>(1, 2048 / average), [&](int64_t begin, int64_t end) {
       for (int64_t unit = begin; unit < end; ++unit) convolve_unit(unit / units, unit % units);
     });
   }
 
   void convolve_unit(int64_t token, int64_t unit) const {
-    if (unit == 2 * w_.groups + w_.heads) return find_gates(token);
-    const bool delta = w_.kind == RecurrenceKind::Delta, is_key = unit < 2 * w_.groups;
+    const int64_t gates = unit - 2 * w_.groups - w_.heads;
+    if (gates >= 0) return w_.keyed() ? find_keyed_gates(token, gates) : find_gates(token);
+    const bool delta = w_.delta(), is_key = unit < 2 * w_.groups;
     const int64_t value = unit - 2 * w_.groups;
     const int64_t begin = is_key ? (delta ? 0 : w_.inner()) + unit * w_.key_size : (delta ? 2 * w_.keys() : 0) + value * w_.value_size;
     float* out = mixed(token) + begin;
@@ -104,8 +106,8 @@ class Recurring {
   }
 
   float* mixed(int64_t token) const { return mixed_ + token * stride_; }
-  float* decays(int64_t token) const { return gates_ + 2 * token * w_.heads; }
-  float* rates(int64_t token) const { return decays(token) + w_.heads; }
+  float* decays(int64_t token) const { return gates_ + token * gate_stride_; }
+  float* rates(int64_t token) const { return decays(token) + w_.steps(); }
 
   void find_gates(int64_t token) const {
     if (w_.kind == RecurrenceKind::Lightning) {
@@ -119,6 +121,15 @@ class Recurring {
     }
     kernels().decay_row(given + w_.heads, w_.bias, w_.decay, w_.heads, 0.0f, INFINITY, rates(token), decays(token));
     kernels().sigmoid_row(given, w_.heads, rates(token));
+  }
+
+  // The rate of a head, and the decays of its keys; the steps give way to them.
+  void find_keyed_gates(int64_t token, int64_t head) const {
+    const float* given = head_gates(token);
+    const int64_t first = head * w_.key_size;
+    float* own = decays(token) + first;
+    kernels().decay_row(given + w_.heads + first, w_.bias + first, w_.decay + first, w_.key_size, 0.0f, INFINITY, own, own);
+    kernels().sigmoid_row(given + head, 1, rates(token) + head);
   }
 
   // -- the state ------------------------------------------------------------------------------------------------------------
@@ -150,16 +161,16 @@ class Recurring {
   void scan_unit(int64_t sequence, int64_t head, int64_t column, float* tile, const float* ahead) const {
     const int64_t first = use_.starts[sequence], tokens = use_.starts[sequence + 1] - first;
     if (tokens == 0) return;
-    const bool delta = w_.kind == RecurrenceKind::Delta;
+    const bool delta = w_.delta();
     const int64_t group = w_.group(head) * w_.key_size, keys = w_.keys(), inner = w_.inner();
     const float* row = mixed(first);
     HeadScan scan{};
-    scan.delta = delta, scan.tokens = tokens, scan.key_size = w_.key_size, scan.value_size = w_.value_size;
+    scan.delta = delta, scan.keyed = w_.keyed(), scan.tokens = tokens, scan.key_size = w_.key_size, scan.value_size = w_.value_size;
     scan.queries = row + (delta ? 0 : inner + keys) + group;
     scan.keys = row + (delta ? keys : inner) + group;
     scan.values = row + (delta ? 2 * keys : 0) + head * w_.value_size;
     scan.stride = stride_;
-    scan.decays = decays(first) + head, scan.rates = rates(first) + head, scan.gate_stride = 2 * w_.heads;
+    scan.decays = decays(first) + head * (w_.steps() / w_.heads), scan.rates = rates(first) + head, scan.gate_stride = gate_stride_;
     scan.states = layer_ ? layer_->states + head * state_size() : nullptr, scan.state_stride = w_.heads * state_size();
     scan.read = use_.reads[sequence], scan.writes = use_.writes + first;
     scan.column = column, scan.columns = std::min(kStateColumns, w_.value_size - column);
@@ -178,7 +189,7 @@ class Recurring {
         for (int64_t end = i + w_.value_size; i < end; ++i) y[i] += w_.skip[head] * mixed(token)[i];
     if (!w_.norm_first || !w_.norm) close_gate(token, y);
     if (!w_.norm) return;
-    const int64_t parts = w_.kind == RecurrenceKind::Delta ? w_.heads : w_.norm_groups, part = size / parts;
+    const int64_t parts = w_.delta() ? w_.heads : w_.norm_groups, part = size / parts;
     NormWeights norm = *w_.norm;
     norm.size = part;
     for (int64_t i = 0; i < parts; ++i) {
@@ -189,7 +200,7 @@ class Recurring {
   }
 
   void close_gate(int64_t token, float* y) const {
-    if (w_.kind == RecurrenceKind::Lightning) return kernels().gate_row(gate(token), y, out_.width, y);
+    if (w_.keyed() || w_.kind == RecurrenceKind::Lightning) return kernels().gate_row(gate(token), y, out_.width, y);
     kernels().act_mul_row(gate(token), y, out_.width, Activation::Silu, y);
   }
 
@@ -227,7 +238,7 @@ class Recurring {
   const StateUse& use_;
   const StateLayer* layer_;
   Rows out_;
-  int64_t stride_ = 0;
+  int64_t stride_ = 0, gate_stride_ = 0;
   float *mixed_ = nullptr, *gates_ = nullptr;
   std::vector<int32_t> sequence_of_;  // [t]
 };

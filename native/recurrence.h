@@ -1,11 +1,11 @@
-// Recurrent layers: the part between the input and the output projection, for six kinds of layers.
+// Recurrent layers: the part between the input and the output projection, for seven kinds of layers.
 #pragma once
 
 #include "ops.h"
 
 namespace bifolio {
 
-enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Lightning = 4, Lru = 5 };
+enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Lightning = 4, Lru = 5, Keyed = 6 };
 
 // The columns of an input row, and the computation, are described in kernels/operands.py (Recurrence).
 struct RecurrenceWeights {
@@ -14,8 +14,8 @@ struct RecurrenceWeights {
   const float* conv_weight;  // [width][channels]
   const float* conv_bias;    // [channels], may be null
   const float* open;         // [channels]  ones, the gate of a convolution without activation (lru); null elsewhere
-  const float* decay;        // [heads]; selective: [key_size][value_size]; lru: [channels]
-  const float* bias;         // [heads]; lru: [2 * channels]
+  const float* decay;        // [heads]; selective: [key_size][value_size]; lru: [channels]; keyed: [heads][key_size]
+  const float* bias;         // [heads]; lru: [2 * channels]; keyed: [heads][key_size]
   const float* skip;         // [heads], may be null; selective: [value_size]
   const NormWeights* norm;   // may be null
   bool norm_first;
@@ -25,13 +25,16 @@ struct RecurrenceWeights {
 
   int64_t keys() const { return groups * key_size; }
   int64_t inner() const { return heads * value_size; }
+  bool keyed() const { return kind == RecurrenceKind::Keyed; }
+  bool delta() const { return kind == RecurrenceKind::Delta || keyed(); }
+  int64_t steps() const { return heads * (keyed() ? key_size : 1); }  // of a token: each gives a decay
   bool by_channel() const { return kind == RecurrenceKind::Selective || kind == RecurrenceKind::Lru; }
   bool only_convolves() const { return kind == RecurrenceKind::Conv || by_channel(); }
   int64_t in_features() const {
     if (by_channel()) return channels;
     if (kind == RecurrenceKind::Conv) return 3 * channels;
-    const int64_t gates = kind == RecurrenceKind::Delta ? 2 : kind == RecurrenceKind::Mamba ? 1 : 0;
-    return 2 * (inner() + keys()) + gates * heads;
+    const int64_t gates = delta() ? heads + steps() : kind == RecurrenceKind::Mamba ? heads : 0;
+    return 2 * (inner() + keys()) + gates;
   }
   int64_t out_features() const { return only_convolves() ? channels : inner(); }
   int64_t scan_features() const { return 3 * channels + (kind == RecurrenceKind::Selective ? 2 * key_size : 0); }  // of the input of scan

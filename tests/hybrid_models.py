@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bifolio.config import CacheConfig, ModelConfig, RecurrentConfig, RopeConfig, layers_of
+from bifolio.model.keyed_tensors import KeyedNames
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import HF_LLAMA, assemble
@@ -23,6 +24,15 @@ NAMES = {
     "conv": RecurrentNames((("conv.in", 3),), "conv.conv", "conv.out"),
     "delta": RecurrentNames(
         (("mix.qkvz", 4), ("mix.ba", 2)), "mix.conv", "mix.out", "mix.a", "mix.dt", norm="mix.norm"
+    ),
+    "keyed": RecurrentNames(
+        (("mix.qkv", 3), ("mix.beta", 1), ("mix.low", 2)),
+        "mix.conv",
+        "mix.out",
+        "mix.a",
+        "mix.dt",
+        norm="mix.norm",
+        keyed=KeyedNames("mix.decay", "mix.gate"),
     ),
     "wide conv": RecurrentNames((("conv.in", 3),), "conv.conv", "conv.out"),
     "lightning": RecurrentNames((("light.in", 4),), "", "light.out", norm="light.norm"),
@@ -46,6 +56,8 @@ def recurrent_config(kind: str) -> RecurrentConfig:
     sizes = {"heads": 4, "groups": 2, "key_size": 8, "value_size": 8, "channels": 64}
     if kind == "delta":
         return RecurrentConfig("delta", **sizes, **common)
+    if kind == "keyed":
+        return RecurrentConfig("keyed", **{**sizes, "groups": 4, "channels": 96}, step_rank=6, **common)
     return RecurrentConfig("mamba", conv_bias=True, norm_first=False, norm_groups=2, **sizes, **common)
 
 

@@ -56,17 +56,18 @@ struct StateColumns {
     }
   }
 
-  // sums = key^T S
-  void multiply(const float* state, int64_t stride, const float* key, int64_t rows, V16 sums[C]) const {
+  // sums = key^T S; with decays, those of the rows of S first
+  void multiply(const float* state, int64_t stride, const float* key, const float* decays, int64_t rows, V16 sums[C]) const {
     _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) sums[c] = zero();
     for (int64_t i = 0; i < rows; ++i) {
-      const V16 factor = broadcast(key[i]);
+      const V16 factor = broadcast(decays ? key[i] * decays[i] : key[i]);
       _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) sums[c] = fma(factor, get(state + i * stride, c), sums[c]);
     }
   }
 
   // One pass over the state: to = fma(key, change, decay * from);  y = query^T to;  sums = next^T to, for the key of the next token
-  // if it has one. The rows of another state are prefetched meanwhile, if there is one.
+  // if it has one. The rows of another state are prefetched meanwhile, if there is one. Keyed: each row of a state has its decay, and
+  // the next key is multiplied with the decays of its token.
   struct Pass {
     const float* from;
     int64_t from_stride;
@@ -74,15 +75,18 @@ struct StateColumns {
     int64_t to_stride;
     float decay;
     const float *key, *query, *next, *ahead;  // next and ahead may be null
+    const float *decays, *next_decays;        // keyed: of the rows
   };
-  template <bool Next, bool Ahead>
+  template <bool Next, bool Ahead, bool Keyed>
   void update(const HeadScan& scan, const Pass& pass, const V16 change[C], V16 y[C], V16 sums[C]) const {
-    const V16 shrink = broadcast(pass.decay);
+    V16 shrink = broadcast(pass.decay);
     _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) y[c] = sums[c] = zero();
     for (int64_t i = 0; i < scan.key_size; ++i) {
       if constexpr (Ahead)
         _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) __builtin_prefetch(pass.ahead + i * scan.value_size + 16 * c);
-      const V16 k = broadcast(pass.key[i]), q = broadcast(pass.query[i]), n = broadcast(Next ? pass.next[i] : 0.0f);
+      const float following = !Next ? 0.0f : Keyed ? pass.next[i] * pass.next_decays[i] : pass.next[i];
+      const V16 k = broadcast(pass.key[i]), q = broadcast(pass.query[i]), n = broadcast(following);
+      if constexpr (Keyed) shrink = broadcast(pass.decays[i]);
       _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {
         const V16 s = fma(k, change[c], mul(shrink, get(pass.from + i * pass.from_stride, c)));
         put(pass.to + i * pass.to_stride, c, s);
@@ -91,12 +95,15 @@ struct StateColumns {
       }
     }
   }
+  template <bool Keyed>
   void update(const HeadScan& scan, const Pass& pass, const V16 change[C], V16 y[C], V16 sums[C]) const {
-    if (pass.ahead) return pass.next ? update<true, true>(scan, pass, change, y, sums) : update<false, true>(scan, pass, change, y, sums);
-    pass.next ? update<true, false>(scan, pass, change, y, sums) : update<false, false>(scan, pass, change, y, sums);
+    if (pass.ahead)
+      return pass.next ? update<true, true, Keyed>(scan, pass, change, y, sums) : update<false, true, Keyed>(scan, pass, change, y, sums);
+    pass.next ? update<true, false, Keyed>(scan, pass, change, y, sums) : update<false, false, Keyed>(scan, pass, change, y, sums);
   }
 
   // The pass over the state that ends a token begins the next one: one pass for each token.
+  template <bool Keyed>
   void scan(const HeadScan& s) const {
     constexpr int64_t width = C * 16;
     const bool continues = s.states && s.read > 0;
@@ -104,10 +111,11 @@ struct StateColumns {
     int64_t from_stride = continues ? s.value_size : width;
     if (!continues) std::memset(s.tile, 0, size_t(s.key_size * width) * sizeof(float));
     V16 sums[C] = {}, change[C], y[C];
-    if (s.delta) multiply(from, from_stride, s.keys, s.key_size, sums);
+    if (s.delta) multiply(from, from_stride, s.keys, Keyed ? s.decays : nullptr, s.key_size, sums);
     for (int64_t t = 0; t < s.tokens; ++t) {
       const float *key = s.keys + t * s.stride, *query = s.queries + t * s.stride;
-      const float decay = s.decays[t * s.gate_stride];
+      const float* decays = s.decays + t * s.gate_stride;
+      const float decay = Keyed ? 1.0f : decays[0];  // of the sums
       const V16 rate = broadcast(s.rates[t * s.gate_stride]);
       _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {
         const V16 value = get(s.values + t * s.stride + s.column, c);
@@ -117,11 +125,12 @@ struct StateColumns {
       float* to = kept ? s.states + s.writes[t] * s.state_stride + s.column : s.tile;
       const int64_t to_stride = kept ? s.value_size : width;
       const float *next = s.delta && t + 1 < s.tokens ? key + s.stride : nullptr, *ahead = t == 0 ? s.ahead : nullptr;
-      update(s, {from, from_stride, to, to_stride, decay, key, query, next, ahead}, change, y, sums);
+      update<Keyed>(s, {from, from_stride, to, to_stride, decay, key, query, next, ahead, decays, decays + s.gate_stride}, change, y, sums);
       _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) put(s.out + t * s.out_stride + s.column, c, y[c]);
       from = to, from_stride = to_stride;
     }
   }
+  void scan(const HeadScan& s) const { s.keyed ? scan<true>(s) : scan<false>(s); }
 };
 
 static void scan_columns(const HeadScan& scan) {

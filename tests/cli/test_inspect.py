@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from bifolio import LLM
+from bifolio.cli.inspect import RECURRENT_KINDS
 from bifolio.cli.main import build_app
+from bifolio.config import RecurrentConfig
 from cli_runner import CliRunner
 from helpers import TINY, tiny_folder
 
@@ -62,3 +64,8 @@ def test_architecture_in_words(folder: Path) -> None:
     assert f"{TINY['num_hidden_layers']} layers of {TINY['hidden_size']}" in printed
     assert "2 for keys and values" in printed
     assert "q_proj" not in printed
+
+
+def test_every_kind_of_recurrence_has_a_name() -> None:
+    kinds = get_args(get_type_hints(RecurrentConfig)["kind"])
+    assert RECURRENT_KINDS.keys() == set(kinds)

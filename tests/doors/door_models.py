@@ -58,8 +58,10 @@ def family_of_row(name: str) -> str:
 
 
 ROW_FAMILIES = {name: family_of_row(name) for name in (*ROWS, *ARCHITECTURES)}
-HYBRID = {"bamba", "falcon_h1", "granitehybrid", "jamba", "lfm2", "lfm2moe", "lfm3", "mamba", "mamba2", "minimax",
-          "nemotron_h", "qwen35", "qwen35moe", "qwen3next", "recurrent_gemma"}  # fmt: skip  # checked by test_doors.py
+HYBRID = {  # checked by test_doors.py
+    "bamba", "falcon_h1", "granitehybrid", "jamba", "kimi_linear", "lfm2", "lfm2moe", "lfm3", "mamba", "mamba2",
+    "minimax", "nemotron_h", "qwen35", "qwen35moe", "qwen3next", "recurrent_gemma",
+}  # fmt: skip
 
 
 def first_rows() -> dict[str, str]:

@@ -20,6 +20,7 @@ from hybrid_models import VOCABULARY, tiny_hybrid
 LONG = 64  # tokens of a sequence that is scanned in chunks, at least
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("delta", {"heads": 32, "groups": 16, "key_size": 128, "value_size": 128}),
+    "kimi_linear": ("keyed", {"heads": 32, "key_size": 128, "value_size": 128}),
     "granite": ("mamba", {"heads": 48, "groups": 1, "key_size": 128, "value_size": 64}),
     "nemotron_h": ("mamba", {"heads": 128, "groups": 8, "key_size": 128, "value_size": 64, "norm_groups": 8}),
     "lfm2": ("conv", {"channels": 2048}),
@@ -93,7 +94,7 @@ def test_passes_of_any_size_give_equal_bits(name: str, gpu_kernels: Callable[...
 
 
 @pytest.mark.usefixtures("own_kernels", "compiled")
-@pytest.mark.parametrize("name", ["qwen3_next", "granite"])
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "granite"])
 def test_equal_tokens_in_a_long_prompt(name: str, gpu_kernels: Callable[..., Any]) -> None:
     """Keys that are all equal, with little decay: the hardest system of equations of a chunk, for 2,000 tokens."""
     import torch
@@ -117,7 +118,7 @@ def test_equal_tokens_in_a_long_prompt(name: str, gpu_kernels: Callable[..., Any
         assert relative_error(ours, theirs) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba"])
 def test_an_engine_with_prompts_in_chunks_gives_the_tokens_of_the_cpu(
     kind: str, gpu_kernels: Callable[..., Any]
 ) -> None:
@@ -137,7 +138,7 @@ def test_an_engine_with_prompts_in_chunks_gives_the_tokens_of_the_cpu(
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", ["conv", "delta", "mamba", "wide conv"])
+@pytest.mark.parametrize("kind", ["conv", "delta", "keyed", "mamba", "wide conv"])
 def test_an_engine_of_a_hybrid_gives_the_tokens_of_the_cpu(kind: str, gpu_kernels: Callable[..., Any]) -> None:
     """Decode steps in CUDA graphs, shared prefixes, and a second turn that continues a checkpoint."""
     shared = random_prompt(20, seed=1, vocab_size=VOCABULARY)

@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta, tiled, two tiles of values": (
         "delta", {"heads": 4, "groups": 2, "tiled": True, "key_size": 16, "value_size": 40},
     ),
+    "keyed": ("keyed", {"heads": 2}),
+    "keyed, two tiles of values": ("keyed", {"heads": 3, "key_size": 20, "value_size": 40}),
     "mamba": ("mamba", {"heads": 4, "groups": 2, "dt_limits": (0.05, 1.0)}),
     "lightning": ("lightning", {"heads": 4, "groups": 4}),
     "mamba without skip": ("mamba", {"heads": 2, "groups": 1, "key_size": 20, "value_size": 16, "skip": None}),
@@ -71,7 +73,7 @@ def test_chunks_give_the_results_of_the_reference(name: str, programs: int, monk
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max(initial=0))
 
 
-@pytest.mark.parametrize("name", ["delta", "lightning", "mamba"])
+@pytest.mark.parametrize("name", ["delta", "keyed", "lightning", "mamba"])
 def test_decodes_beside_prompts_have_one_token(name: str) -> None:
     """Decodes between two prompts: their places in the pass are not their numbers."""
     kind, changes = KINDS[name]
@@ -90,12 +92,22 @@ def test_decodes_beside_prompts_have_one_token(name: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max(initial=0))
 
 
-def test_equal_tokens_without_decay_are_solved_exactly() -> None:
+@pytest.mark.parametrize(("kind", "steps"), [("delta", 2), ("keyed", 24)])
+def test_equal_tokens_without_decay_are_solved_exactly(kind: str, steps: int) -> None:
     """Keys that are all equal: powers of the triangular matrix would grow beyond any precision."""
-    recurrence = new_recurrence(
-        np.random.default_rng(5), "delta", heads=2, groups=1, bias=np.full(2, -30.0, np.float32)
-    )
+    bias = np.full(steps, -30.0, np.float32)
+    recurrence = new_recurrence(np.random.default_rng(5), kind, heads=2, groups=1, bias=bias)
     rows = np.repeat(normal(np.random.default_rng(6), 1, recurrence.in_features), STARTS[-1], axis=0)
+    results = [run(kernels, recurrence, rows) for kernels in (TritonKernels("cpu", "f32"), ReferenceKernels())]
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_keys_that_decay_fast_do_not_overflow() -> None:
+    """Logarithms of decay of several thousands within a chunk, beside keys that hardly decay."""
+    bias = np.tile(np.array([80.0, -30.0], np.float32), 12)
+    recurrence = new_recurrence(np.random.default_rng(5), "keyed", heads=2, bias=bias)
+    rows = normal(np.random.default_rng(6), STARTS[-1], recurrence.in_features)
     results = [run(kernels, recurrence, rows) for kernels in (TritonKernels("cpu", "f32"), ReferenceKernels())]
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
@@ -141,7 +153,7 @@ def test_a_pass_without_long_sequences_has_no_chunks() -> None:
     assert staged.spans.ends.tolist() == [60, 120]
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba"])
 def test_an_engine_scans_prompts_in_chunks_and_continues_checkpoints(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

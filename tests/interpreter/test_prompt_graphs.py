@@ -73,7 +73,14 @@ def test_logits_equal_those_of_single_kernels(
 
 @pytest.mark.parametrize(
     ("kind", "deterministic"),
-    [("conv", False), ("delta", False), ("delta", True), ("mamba", False), ("wide conv", False)],
+    [
+        ("conv", False),
+        ("delta", False),
+        ("delta", True),
+        pytest.param("keyed", False, marks=pytest.mark.slow),
+        ("mamba", False),
+        ("wide conv", False),
+    ],
 )
 def test_logits_and_states_of_hybrids_equal_those_of_single_kernels(
     kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch

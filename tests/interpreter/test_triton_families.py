@@ -33,6 +33,7 @@ ROWS = (
     "glm_moe_dsa",
     "granite",
     "hunyuan_dense",
+    "kimi_linear",
     "lfm3",
     "mimo_v2_flash",
     "mistral3",

@@ -15,7 +15,9 @@ from recurrence_cases import KINDS, new_recurrence, normal, recur_in_chunks, sta
 from bifolio.kernels.triton import TritonKernels
 
 
-@pytest.mark.parametrize("name", ["conv", "conv of width 7", "delta", "lightning", "lru", "mamba", "selective"])
+@pytest.mark.parametrize(
+    "name", ["conv", "conv of width 7", "delta", "keyed", "lightning", "lru", "mamba", "selective"]
+)
 def test_passes_of_any_size_give_the_same(name: str) -> None:
     """Bit for bit: a token's program computes the same in every pass."""
     kind, changes = KINDS[name]

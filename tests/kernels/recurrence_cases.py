@@ -38,17 +38,19 @@ def new_recurrence(rng: np.random.Generator, kind: str, **changes: object) -> Re
             decay=-np.exp(rng.uniform(-6, 1, channels)).astype(np.float32),
             bias=normal(rng, 2 * channels),
         )  # fmt: skip
+    if kind == "keyed":
+        groups = heads
     channels = 2 * groups * key + heads * value
-    norm_size = value if kind == "delta" else heads * value
+    norm_size = value if kind in ("delta", "keyed") else heads * value
     recurrence = Recurrence(
         kind, 1, int(sizes["width"]), channels, heads, groups, key, value,
         conv_weight=normal(rng, channels, int(sizes["width"]), scale=0.5),
         conv_bias=normal(rng, channels, scale=0.5) if kind == "mamba" else None,
         decay=-np.exp(rng.uniform(-2, 1, heads)).astype(np.float32),
-        bias=normal(rng, heads),
+        bias=normal(rng, heads * (key if kind == "keyed" else 1)),
         skip=normal(rng, heads) if kind == "mamba" else None,
         norm=Norm(1 + normal(rng, norm_size, scale=0.25), None, 1e-5),
-        norm_first=kind == "delta",
+        norm_first=kind != "mamba",
     )  # fmt: skip
     if kind == "lightning":
         recurrence = replace(
@@ -65,6 +67,8 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "delta": ("delta", {}),
     "delta of even sizes": ("delta", {"heads": 4, "key_size": 32, "value_size": 32}),
     "delta, tiled": ("delta", {"tiled": True, "heads": 4, "key_size": 16, "value_size": 48}),
+    "keyed": ("keyed", {}),
+    "keyed of even sizes": ("keyed", {"heads": 4, "key_size": 32, "value_size": 32}),
     "mamba": ("mamba", {"dt_limits": (0.05, 1.0)}),
     "mamba of even sizes": ("mamba", {"heads": 4, "key_size": 32, "value_size": 16, "norm_groups": 2}),
     "mamba of width 7": ("mamba", {"width": 7}),

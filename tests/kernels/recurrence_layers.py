@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, NemotronHConfig, Qwen3_5TextConfig
 from transformers import Qwen3NextConfig as QwenNextConfig
@@ -42,9 +43,9 @@ def random_layer(module: Any, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            if name == "A_log":
+            if name.endswith("A_log"):
                 values = torch.rand(parameter.shape, generator=generator) * 3 - 2
-            elif name == "norm.weight" or name == "D":
+            elif name in ("norm.weight", "o_norm.weight", "D"):
                 values = 1 + 0.3 * values
             elif "proj" in name:
                 values = 1.5 * values / SIZE**0.5
@@ -79,6 +80,26 @@ def delta_layer(qwen35: bool) -> Layer:
         norm=Norm(values_of(layer.norm.weight), None, layer.layer_norm_epsilon),
     )  # fmt: skip
     return Layer(layer, in_proj, recurrence, values_of(layer.out_proj.weight))
+
+
+def keyed_layer() -> Layer:
+    heads, size = 3, 8
+    theirs = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    config = theirs.KimiLinearConfig(
+        hidden_size=SIZE, num_hidden_layers=1, linear_head_dim=size, linear_num_heads=heads, rms_norm_eps=1e-3,
+        layer_types=["linear_attention"],
+    )  # fmt: skip
+    layer = random_layer(theirs.KimiLinearDeltaAttention(config, 0), 3)
+    gates = layer.forget_gate
+    q, k, v, beta = (values_of(part.weight) for part in (layer.q_proj, layer.k_proj, layer.v_proj, layer.b_proj))
+    z = values_of(layer.g_b_proj.weight) @ values_of(layer.g_a_proj.weight)
+    a = values_of(gates.f_b_proj.weight) @ values_of(gates.f_a_proj.weight)
+    recurrence = Recurrence(
+        "keyed", 1, 4, 3 * heads * size, heads, heads, size, size, values_of(layer.conv1d.weight)[:, 0], None,
+        -np.exp(values_of(gates.A_log)).reshape(-1), values_of(gates.dt_bias),
+        norm=Norm(values_of(layer.o_norm.weight), None, 1e-3),
+    )  # fmt: skip
+    return Layer(layer, np.concatenate([q, k, v, z, beta, a]), recurrence, values_of(layer.o_proj.weight))
 
 
 def conv_layer(width: int) -> Layer:
@@ -129,6 +150,7 @@ def mamba_layer(family: str) -> Layer:
 LAYERS = {
     "qwen3_next": lambda: delta_layer(False),
     "qwen3_5": lambda: delta_layer(True),
+    "kimi_linear": keyed_layer,
     "lfm2": lambda: conv_layer(3),
     "lfm2 of width 7": lambda: conv_layer(7),
     "granitemoehybrid": lambda: mamba_layer("granite"),

@@ -46,7 +46,7 @@ def test_instruction_sets_and_threads_give_equal_bits(name: str) -> None:
             equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba"])
 def test_extreme_gates(kind: str) -> None:
     """Steps that forget all or nothing, and gates that are open or closed, without infinities."""
     recurrence = new_recurrence(np.random.default_rng(5), kind)
@@ -60,9 +60,10 @@ def test_extreme_gates(kind: str) -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * max(1.0, np.abs(theirs).max()))
 
 
-def test_the_state_of_a_real_model() -> None:
-    """Heads of 128 by 128, as in Qwen3.5; many tokens, so that errors would grow."""
-    recurrence = new_recurrence(np.random.default_rng(5), "delta", heads=4, groups=2, key_size=128, value_size=128)
+@pytest.mark.parametrize("kind", ["delta", "keyed"])
+def test_the_state_of_a_real_model(kind: str) -> None:
+    """Heads of 128 by 128, as in Qwen3.5 and Kimi-Linear; many tokens, so that errors would grow."""
+    recurrence = new_recurrence(np.random.default_rng(5), kind, heads=4, groups=2, key_size=128, value_size=128)
     rows = normal(np.random.default_rng(6), 200, recurrence.in_features)
     results = []
     for kernels in (native.NativeKernels(), ReferenceKernels()):

@@ -9,7 +9,7 @@ from recurrence_cases import recur_in_chunks, state_storage
 from helpers import cpu_kernel_names, make_kernels
 
 FAMILIES = (
-    "qwen3_next", "qwen3_5", "lfm2", "lfm2 of width 7", "granitemoehybrid", "nemotron_h", "falcon_h1",
+    "qwen3_next", "qwen3_5", "kimi_linear", "lfm2", "lfm2 of width 7", "granitemoehybrid", "nemotron_h", "falcon_h1",
     "falcon_h1, gate first", "falcon_h1 without norm",
 )  # fmt: skip
 

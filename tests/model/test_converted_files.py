@@ -16,6 +16,9 @@ from family_rows import ROWS, row_model, save_row
 from whole_prompt import prompt_logits
 
 from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.huggingface.folder_writer import write_folder
+from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.quant import QuantFormat
 from helpers import fresh_folder, random_prompt, tiny_model, transformers_logits
 from moe_models import MOE_ARCHITECTURES
 
@@ -51,6 +54,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 # The converter reorders whole heads of Bamba, of which a part is rotated, and does not find the layers of Nemotron-H
 # under the names that transformers gives them.
 WRONG = {"bamba", "nemotron_h", "nemotron_h with experts"}
+# transformers names the plain MLPs of Kimi-Linear as experts: its folder is written again, as released ones are.
+AGAIN = {"kimi_linear"}
 KINDS = {"full_attention": "attention", "linear_attention": "mamba"}  # as released folders name the layers
 FAMILIES = (*ROWS, *OLDER, *MOE_ARCHITECTURES, "glm4moelite")
 NAMES = [name for name in FAMILIES if name not in WRONG and (name not in ROWS or ROWS[name].peer is not None)]
@@ -72,6 +77,9 @@ def new_folder(name: str) -> tuple[Any, Path]:
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
         model, folder = row_model(name, **values), fresh_folder(name)
         save_row(name, model, folder)
+        if name in AGAIN:
+            write_folder(folder / "again", load_folder(folder), QuantFormat.F32)
+            folder /= "again"
     else:
         model, folder = tiny_model(name, **IMPLIED.get(name, {}))
     config = json.loads((folder / "config.json").read_text()) | WRITTEN.get(name, {})

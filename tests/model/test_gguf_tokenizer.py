@@ -173,6 +173,25 @@ def test_marks_belong_to_the_letters_before_them(name: str, num_pieces: int) -> 
     assert len(pieces) == num_pieces
 
 
+def test_chinese_characters_are_words_of_their_own() -> None:
+    """Against the pattern that Kimi-K2 and Kimi-Linear were published with, in another library."""
+    regex = pytest.importorskip("regex")
+    ends = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    upper, lower = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+    start = r"[^\r\n\p{L}\p{N}]?"
+    published = "|".join([
+        r"[\p{Han}]+", start + upper + "*" + lower + "+" + ends, start + upper + "+" + lower + "*" + ends,
+        r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    ])  # fmt: skip
+    generator, ours = random.Random(1), byte_level_pre_tokenizer("kimi-k2")
+    for number in range(300):
+        letters = "aB \n'sD12.\u4e2d\u6587\u3005\u3007\u2e80\u00e9\u0301\u304b" if number % 2 else ""
+        text = "".join(generator.choices(letters, k=30)) if letters else random_unicode(generator)
+        text = "".join(c for c in text if unicodedata.category(c) != "Cn")  # libraries differ in the newest characters
+        pieces = [text[start:end] for _, (start, end) in ours.pre_tokenize_str(text)]
+        assert pieces == regex.findall(published, text, regex.V1), text
+
+
 def byte_level_bpe(pre: str) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -125,6 +125,12 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("qwen3next", {"mlp_only_layers": [1], "attention_bias": True}, "plain MLPs in the layers"),
     ("qwen35", {"linear_value_head_dim": 24}, "keys and values differ in size"),
     ("qwen35", {"linear_num_key_heads": 4, "tie_word_embeddings": True}, ""),
+    ("kimi_linear", {"norm_topk_prob": False}, "do not add up to 1"),
+    ("kimi_linear", {"q_lora_rank": 12, "n_group": 1, "linear_conv_kernel_dim": 3}, ""),
+    ("kimi_linear", {"linear_num_heads": 2}, "2 recurrent heads beside 4"),
+    ("kimi_linear", {"layer_types": None, "num_hidden_layers": 5, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3},
+     ""),
+    ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "plain MLPs in the layers"),
     ("granitehybrid", {"position_embedding_type": "rope", "attention_bias": True}, ""),
     ("granitehybrid", {"mamba_n_groups": 2}, ""),
     ("granitehybrid", {"mamba_conv_bias": False}, "convolution has no bias"),
@@ -190,7 +196,10 @@ def test_factors_of_a_folder_in_half_precision_are_put_into_its_weights() -> Non
                "eos_token_id", "tie_word_embeddings")),
      ("bamba", ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "mamba_n_heads", "mamba_d_head",
                 "mamba_n_groups", "mamba_d_conv", "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "rope_theta",
-                "tie_word_embeddings", "hidden_act"))],
+                "tie_word_embeddings", "hidden_act")),
+     ("kimi_linear", ("rms_norm_eps", "model_max_length", "first_k_dense_replace", "moe_renormalize",
+                      "num_expert_group", "num_shared_experts", "q_lora_rank", "topk_group", "hidden_act",
+                      "bos_token_id", "eos_token_id"))],
 )  # fmt: skip
 def test_fields_that_a_folder_leaves_out_have_the_defaults_of_their_class(name: str, left_out: tuple[str, ...]) -> None:
     """Here the real model has the default values."""
@@ -236,6 +245,15 @@ def test_gates_may_have_the_name_of_the_class(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(rewritten(folder, tmp_path / "renamed", renamed)), logits(folder))
 
 
+def test_plain_mlps_of_kimi_linear_may_have_the_names_of_experts(tmp_path: Path) -> None:
+    """transformers saves them so; released folders, and ours, have the usual names."""
+    _, folder = row_folder("kimi_linear")
+    assert "model.layers.0.block_sparse_moe.up_proj.weight" in open_safetensors(folder / "model.safetensors").tensors
+    write_folder(tmp_path / "again", load_folder(folder), QuantFormat.F32)
+    assert "model.layers.0.mlp.up_proj.weight" in open_safetensors(tmp_path / "again" / "model.safetensors").tensors
+    np.testing.assert_allclose(logits(tmp_path / "again"), logits(folder), atol=TOLERANCE)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"mlp_bias": True}, "biases"),
     ("nemotron_h with experts", {"moe_latent_size": 64}, "experts over latents"),
@@ -254,6 +272,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3next", {"layer_types": ["full_attention"]}, "kinds of 48 layers, not of 1,"),
     ("nemotron_h", {"attention_bias": True}, "biases in attention"),
     ("granitehybrid", {"layer_types": ["attention"] * 40}, "without positions"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False: kimi_linear models are supported with True only"),
+    ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
+    ("kimi_linear", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+    ("kimi_linear", {"attention_bias": True}, "biases in attention"),
+    ("kimi_linear", {"layer_types": ["conv"] * 27}, "kind 'conv'"),
+    ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 4]}}, "each of 27 layers"),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 0}}, "linear_attn_config.head_dim is 0"),
     ("bamba", {"attn_layer_indices": list(range(32))}, "no recurrent layer"),
     ("bamba", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not supported"),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from family_rows import row_folder
 
@@ -55,7 +56,7 @@ def expected(name: str) -> list[Any]:
 @pytest.mark.sampled(3)
 @pytest.mark.full
 @needs_ranks
-@pytest.mark.parametrize("name", ["lfm2", "lfm3", "qwen3next", "qwen35", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm3", "qwen3next", "qwen35", "falcon_h1", "nemotron_h", "kimi_linear"])
 def test_two_ranks_give_the_bits_of_one(name: str) -> None:
     with make_llm(name, 2) as llm:
         assert workload(llm) == expected(name)
@@ -99,6 +100,23 @@ def test_every_row_is_on_one_rank(kind: str) -> None:
     assert [len(layer.recurrence.conv_weight) for layer in layers] == [whole.recurrence.channels // 2] * 2
     sizes = [part.config.recurrent.channels for part in parts]  # type: ignore[union-attr]
     assert sizes == [whole.recurrence.channels // 2] * 2
+
+
+def test_low_rank_products_are_whole_on_every_rank() -> None:
+    """The first halves of the products of low rank; their second halves have the rows of a rank's heads."""
+    model, rank = tiny_hybrid("keyed"), 6
+    whole = model.weights.layers[0].recurrent
+    assert whole is not None
+    assert whole.keyed is not None
+    for number in range(2):
+        part: Any = shard(model.weights, number, 2, exact=True).layers[0].recurrent
+        assert part.input.out_features == whole.input.out_features // 2 + rank
+        assert part.recurrence.out_features == whole.recurrence.out_features // 2
+        for ours, theirs in zip(part.keyed.linears, whole.keyed.linears, strict=True):
+            rows = slice(number * theirs.out_features // 2, (number + 1) * theirs.out_features // 2)
+            np.testing.assert_array_equal(ours.parts[0], theirs.parts[0][rows])
+        biases = np.split(whole.recurrence.bias, 2)
+        np.testing.assert_array_equal(part.recurrence.bias, biases[number])
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:

@@ -73,7 +73,7 @@ class ParameterForm:
         outputs = (names.output, names.down, *(() if recurrent is None else (recurrent.output,)))
         if name.endswith(tuple(f"{output}.weight" for output in outputs)):
             deviation /= math.sqrt(2 * self.config.num_layers)
-        elif recurrent is not None and recurrent.conv and name.endswith(f"{recurrent.conv}.weight"):
+        elif recurrent is not None and name.endswith(tuple(f"{conv}.weight" for conv in recurrent.conv_names)):
             deviation = 1 / math.sqrt(sizes[-1])  # each output is a sum over the width alone
         return torch.randn(sizes, generator=generator) * deviation
 

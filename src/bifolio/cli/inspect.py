@@ -32,6 +32,15 @@ EPILOG = """Examples:
   bifolio inspect --diff smol.q8_0.gguf smol.q4_k_m.gguf
 
   bifolio inspect ./model --json | jq .formats"""
+RECURRENT_KINDS = {
+    "conv": "gated convolutions",
+    "delta": "gated delta rule",
+    "keyed": "gated delta rule with a decay for each key channel",
+    "lightning": "lightning attention",
+    "lru": "linear recurrent units",
+    "mamba": "Mamba-2",
+    "selective": "Mamba",
+}
 _SHOWN_ITEMS = 6  # of a long array
 MAX_DEFAULT_LEN = 8192  # tokens; the default of `LLM`
 
@@ -292,18 +301,12 @@ def stream_lines(config: ModelConfig) -> list[str]:
     return lines
 
 
-KINDS = {
-    "conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2", "selective": "Mamba",
-    "lightning": "lightning attention", "lru": "linear recurrent units",
-}  # fmt: skip
-
-
 def recurrent_lines(config: ModelConfig) -> list[str]:
     """The recurrent layers of a hybrid network."""
     own = config.recurrent
     if own is None:
         return []
-    kind = KINDS[own.kind]
+    kind = RECURRENT_KINDS[own.kind]
     size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
     size = f", states of {own.key_size} for each channel" if own.by_channel else size
     return [

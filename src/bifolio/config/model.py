@@ -84,6 +84,7 @@ class LatentConfig:
     index_size: int = 0  # of a head of the indexer
     index_top_k: int = 0
     index_interleaved: bool = False  # rope of the indexer on neighbouring pairs
+    norm_eps: float = 0.0  # of the norms of latents and compressed queries; 0: that of the model
 
     def __post_init__(self) -> None:
         for name in ("latent_size", "rope_size", "nope_size", "value_size"):

@@ -23,7 +23,7 @@ RECURRENT_LIMITS = {
 class RecurrentConfig:
     """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
 
-    kind: Literal["conv", "delta", "mamba", "selective", "lightning", "lru"]
+    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru"]
     width: int  # taps of the convolution; 1: there is none (lightning)
     channels: int
     heads: int = 0
@@ -37,7 +37,7 @@ class RecurrentConfig:
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     tiled: bool = False  # order of the heads: `kernels.interface.Recurrence`
-    step_rank: int = 0  # selective: of the projection of dt
+    step_rank: int = 0  # selective: of the projection of dt; keyed: of those of a and z
     step_norms: Literal["none", "plain", "weighted"] = "none"  # selective: RMS norms of dt, b and c
     step_norm_eps: float = 1e-6
     norm_eps: float = 0.0  # of the gated norm; 0: that of the model
@@ -58,6 +58,8 @@ class RecurrentConfig:
                 raise ConfigError(f"{self.heads} recurrent heads cannot share {self.groups} groups of keys evenly")
             if self.by_channel:
                 self._check_channels()
+            elif self.kind == "keyed" and (self.step_rank < 1 or self.heads != self.groups):
+                raise ConfigError("keyed recurrent layers have a group for each head and a rank of their gates")
             elif self.channels != self.inner_size + 2 * self.groups * self.key_size:
                 raise ConfigError(f"the convolution of the recurrent layers must not have {self.channels} channels")
             if self.inner_size % self.norm_groups:
@@ -91,7 +93,10 @@ class RecurrentConfig:
 
     @property
     def input_sizes(self) -> tuple[int, ...]:
-        """Rows of each piece of the input projection, in the order of `Recurrence`."""
+        """Rows of each piece of the input projection, in the order of `Recurrence`.
+
+        keyed: the products of low rank, from which a and z follow, are the last.
+        """
         inner, keys, heads = self.inner_size, self.groups * self.key_size, self.heads
         if self.kind == "conv":
             return (inner, inner, inner)
@@ -101,6 +106,8 @@ class RecurrentConfig:
             return (inner, inner, keys, keys)
         if self.kind == "delta":
             return (keys, keys, inner, inner, heads, heads)
+        if self.kind == "keyed":
+            return (keys, keys, inner, heads, self.step_rank, self.step_rank)
         return (inner, inner, keys, keys, heads)
 
     @property
@@ -108,12 +115,17 @@ class RecurrentConfig:
         """Weights of the gated norm; 0: none."""
         if not self.has_norm or self.kind == "conv" or self.by_channel:
             return 0
-        return self.value_size if self.kind == "delta" else self.inner_size
+        return self.value_size if self.kind in ("delta", "keyed") else self.inner_size
 
     @property
     def vectors(self) -> int:
         """Learned values of each head beside the matrices: decay, bias, and the skip of Mamba."""
-        return {"delta": 2, "mamba": 3}.get(self.kind, 0)
+        return {"delta": 2, "keyed": 1 + self.key_size, "mamba": 3}.get(self.kind, 0)
+
+    @property
+    def bias_size(self) -> int:
+        """Biases of the steps of a layer with heads."""
+        return self.heads * (self.key_size if self.kind == "keyed" else 1)
 
     def count_parameters(self, hidden_size: int) -> int:
         """Parameters of one recurrent layer, without the norm in front of it."""
@@ -123,6 +135,8 @@ class RecurrentConfig:
             parameters = self.step_rank + 2 * self.key_size
             matrices += self.channels * (parameters + self.step_rank + self.key_size + 2)  # steps, decay, bias and skip
             matrices += parameters * (self.step_norms == "weighted")
+        if self.kind == "keyed":
+            matrices += self.step_rank * (self.groups * self.key_size + self.inner_size)
         if self.kind == "lru":
             matrices += self.channels * (2 * self.channels // self.gate_blocks + 3)  # gates, their biases and the decay
         taps = self.width + self.conv_bias if self.width > 1 else 0

@@ -169,24 +169,26 @@ class Recurrence:
 
         conv   [b | c | x], each of `channels`           y = c * conv(b * x)
         delta  [q | k | v | z | beta | a]                q, k: G * K each; v, z: H * V each; beta, a: H each
+        keyed  [q | k | v | z | beta | a]                as delta, but a: H * K
         mamba  [z | x | b | c | dt]                      z, x: H * V each; b, c: G * K each; dt: H
         lightning  [z | x | b | c]                       mamba with dt = 1 and the sigmoid of z in place of silu
         selective  x, of `channels`                      y = silu(conv(x)); `KernelSet.scan` follows
         lru        x, of `channels`                      y = conv(x); `KernelSet.scan` follows
 
-    `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta), of
-    x, b, c (mamba), in this order of channels; the latter two pass through silu. With one tap of ones it is none. Then,
-    for each head of a token, with a state S of [K, V] in f32 and q, k, b, c of the head's group:
+    `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta and
+    keyed), of x, b, c (mamba), in this order of channels; all but the first pass through silu. With one tap of ones it
+    is none. Then, for each head of a token, with a state S of [K, V] in f32 and q, k, b, c of the head's group:
 
         delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
                S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V
+        keyed  as delta, but a, bias and r have a value for each row of S, and sigmoid(z) takes the place of silu(z)
         mamba  dt <- clip(softplus(dt + bias), dt_limits);  S <- exp(dt * decay) * S + b (dt * x)^T
                y = c^T S + skip * x
                out = norm(y * silu(z)), or norm(y) * silu(z) if `norm_first`; the norm is over H * V / `norm_groups`;
                without a norm y * silu(z)
     """
 
-    kind: Literal["conv", "delta", "mamba", "selective", "lightning", "lru"]
+    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru"]
     layer: int  # index among the recurrent layers: selects the states
     width: int  # taps of the convolution
     channels: int
@@ -197,7 +199,8 @@ class Recurrence:
     conv_weight: Array = None  # f32[channels, width]  the last tap multiplies the newest token
     conv_bias: Array | None = None  # f32[channels]
     decay: Array | None = None  # f32[heads]  -exp(A_log); selective: f32[key_size, channels]; lru: f32[channels]
-    bias: Array | None = None  # f32[heads]  of a (delta) or dt (mamba); lru: f32[2 * channels]  of r and i
+    # f32[heads]  of a (delta) or dt (mamba); keyed: f32[heads * key_size]; lru: f32[2 * channels]  of r and i
+    bias: Array | None = None
     skip: Array | None = None  # f32[heads]; selective: f32[channels]
     norm: Norm | None = None
     norm_first: bool = True
@@ -214,7 +217,12 @@ class Recurrence:
         if self.kind == "conv":
             return 3 * self.channels
         inner, keys = self.heads * self.value_size, self.groups * self.key_size
-        return 2 * (inner + keys) + self.heads * {"delta": 2, "mamba": 1, "lightning": 0}[self.kind]
+        gates = {"delta": 2, "keyed": 1 + self.key_size, "mamba": 1, "lightning": 0}[self.kind]  # of each head
+        return 2 * (inner + keys) + gates * self.heads
+
+    @property
+    def has_delta_rule(self) -> bool:
+        return self.kind in ("delta", "keyed")
 
     @property
     def out_features(self) -> int:

@@ -100,11 +100,12 @@ def _delta_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
     q, k, v = np.split(_silu(mixed), [keys, 2 * keys])
     q, k = (_to_heads(_unit(part.reshape(r.groups, r.key_size)), r)[:, :, None] for part in (q, k))  # [H, K, 1]
     q = q / np.float32(np.sqrt(r.key_size))
-    state = state * np.exp(r.decay * _softplus(a + r.bias))[:, None, None]
+    steps = _softplus(a + r.bias).reshape(r.heads, -1, 1)  # [H, 1, 1], keyed: [H, K, 1]
+    state = state * np.exp(steps * np.asarray(r.decay)[:, None, None])
     change = _sigmoid(beta)[:, None] * (v.reshape(r.heads, r.value_size) - (state * k).sum(axis=1))
     state = state + k * change[:, None, :]
     y = _norm((state * q).sum(axis=1), r.norm)
-    return y.reshape(-1) * _silu(z), window, state
+    return y.reshape(-1) * (_sigmoid(z) if r.kind == "keyed" else _silu(z)), window, state
 
 
 def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple[Array, Array, Array]:
@@ -132,7 +133,7 @@ def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
 
 
 STEPS = {
-    "conv": _conv_step, "delta": _delta_step, "mamba": _mamba_step, "lightning": _mamba_step,
+    "conv": _conv_step, "delta": _delta_step, "keyed": _delta_step, "mamba": _mamba_step, "lightning": _mamba_step,
     "selective": _selective_step, "lru": _selective_step,
 }  # fmt: skip
 

@@ -111,12 +111,12 @@ def _recur_equal(
         inputs = torch.cat([window, rows], dim=1)
         mixed = _convolve(inputs, r)
         y, states = mixed if r.kind == "lru" else F.silu(mixed), []
-    elif r.kind == "delta":
-        mixed, z, beta, a = rows.split((2 * keys + inner, inner, r.heads, r.heads), dim=-1)
+    elif r.has_delta_rule:
+        mixed, z, beta, a = rows.split((2 * keys + inner, inner, r.heads, len(_given(r)[1])), dim=-1)
         inputs = torch.cat([window, mixed], dim=1)
         q, k, v = torch.split(F.silu(_convolve(inputs, r)), [keys, keys, inner], dim=-1)
         y, states = _delta_rule(q, k, v, beta, a, state, r)
-        y = _norm(y, r.norm).flatten(2) * F.silu(z)
+        y = _norm(y, r.norm).flatten(2) * (torch.sigmoid(z) if r.kind == "keyed" else F.silu(z))
     else:
         sizes = inner, inner + 2 * keys, 0 if r.kind == "lightning" else r.heads
         z, mixed, dt = rows.split(sizes, dim=-1)
@@ -136,7 +136,8 @@ def _delta_rule(
     q, k = (_to_heads(_unit(part.unflatten(-1, (r.groups, r.key_size))), r)[..., None] for part in (q, k))
     q, v = q / r.key_size**0.5, v.unflatten(-1, (r.heads, r.value_size))
     own_decay, bias = _given(r)
-    decay = torch.exp(own_decay * F.softplus(a + bias))[..., None, None]
+    steps: Array = F.softplus(a + bias)
+    decay = torch.exp(own_decay[:, None] * steps.unflatten(-1, (r.heads, -1)))[..., None]  # keyed: [s, n, H, K, 1]
     beta = torch.sigmoid(beta)[..., None]
     outputs, states = [], []
     for i in range(v.shape[1]):

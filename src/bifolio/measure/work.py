@@ -115,9 +115,7 @@ def products_of(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:
             found += [layer.latent.query_down, layer.latent.query, layer.latent.latent]
             found += [] if layer.latent.index is None else layer.latent.index.linears()
         if layer.recurrent is not None:
-            found += [layer.recurrent.input, layer.recurrent.output]
-            own = layer.recurrent.selective
-            found += [] if own is None else [own.parameters, own.step]
+            found += [layer.recurrent.input, layer.recurrent.output, *layer.recurrent.inner]
         if layer.inputs is not None:
             found += [layer.inputs.gate, layer.inputs.projection]
         if layer.streams is not None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.keyed_tensors import keyed_parts
 from bifolio.model.latent_names import LatentNames
 from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.recurrent_tensors import RecurrentNames
@@ -217,14 +218,16 @@ def _recurrence(
     if stored is not None and recurrent.selective is not None:
         stored = np.ascontiguousarray(np.asarray(stored).T)
     yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)
-    if own.width > 1:
-        yield from vector(names.conv + ".weight", recurrence.conv_weight, names.conv_shape(own))
-    yield from vector(names.conv + ".bias", recurrence.conv_bias, (own.channels,))
+    first = 0
+    for name, shape in names.conv_parts(own) if own.width > 1 else ():
+        yield from vector(name + ".weight", recurrence.conv_weight[first : first + shape[0]], shape)
+        first += shape[0]
+    yield from vector(f"{names.conv}.bias", recurrence.conv_bias, (own.channels,))
     matrix = (own.channels, own.key_size) if recurrent.selective is not None else names.vector_shape(own)
     if names.decay:
         yield from vector(names.decay, stored, matrix)
     if names.bias:
-        yield from vector(names.bias, recurrence.bias, (own.heads,))
+        yield from vector(names.bias, recurrence.bias, (own.bias_size,))
     if recurrent.units is not None and names.units is not None:
         parts = unit_parts(own, names.units, recurrent.units, recurrence.decay, recurrence.bias)
         yield from _parts(((prefix + name, value) for name, value in parts), "state")
@@ -232,6 +235,9 @@ def _recurrence(
     if recurrent.selective is not None and names.selective is not None:
         for name, part in selective_parts(names.selective, recurrent.selective, own.step_norms == "weighted"):
             yield from _linear(prefix, (name,), part) if isinstance(part, Linear) else norm_tensors(prefix + name, part)
+    if recurrent.keyed is not None and names.keyed is not None:
+        for name, product in keyed_parts(names.keyed, recurrent.keyed):
+            yield from _linear(prefix, (name,), product)
     if recurrence.norm is not None:
         yield from vector(names.norm + ".weight", recurrence.norm.weight, names.norm_shape(own))
     yield from _linear(prefix, (names.output,), recurrent.output)

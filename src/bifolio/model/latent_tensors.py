@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from bifolio.config import LatentConfig, ModelConfig
 from bifolio.kernels.interface import AttentionShape, HeadLinear, Linear, Norm
@@ -30,14 +31,18 @@ def assemble_latent(
         matrices = stacked_matrices(prefix + name, heads, (rows, columns), fetch)
         return HeadLinear(tuple(Linear((matrix,), (None,)) for matrix in matrices))
 
+    def norm(name: str, size: int) -> Norm:
+        stored = stored_norm(config, prefix + name, size, vector)
+        return replace(stored, eps=mla.norm_eps) if mla.norm_eps else stored
+
     down = linear(own.query_down, mla.query_rank, d) if mla.query_rank else None
     return LatentWeights(
         rope_size=mla.rope_size,
         query_down=down,
-        query_norm=None if down is None else stored_norm(config, prefix + own.query_norm, mla.query_rank, vector),
+        query_norm=None if down is None else norm(own.query_norm, mla.query_rank),
         query=linear(own.query, query_size, d) if down is None else linear(own.query_up, query_size, mla.query_rank),
         latent=linear(own.latent, mla.latent_size + mla.rope_size, d),
-        latent_norm=stored_norm(config, prefix + own.latent_norm, mla.latent_size, vector),
+        latent_norm=norm(own.latent_norm, mla.latent_size),
         key_up=by_head(own.key_up, mla.latent_size, mla.nope_size),
         value_up=by_head(own.value_up, mla.value_size, mla.latent_size),
         index=_indexer(config, mla, own.index, layer, prefix, fetch, vector),

@@ -2,6 +2,7 @@
 
     conv   channels; rows of b, c and x
     delta  heads with the groups of their keys; rows of q, k, v, z, beta and a
+    keyed  heads; rows of q, k, v and beta, and of the second halves of the products of low rank: the first are on each
     mamba  heads with the groups of B and C; rows of z, x, b, c and dt, and whole groups of the norm; lightning the same
 
 A group that the heads of several ranks share is on each of them. The recurrence of a head reads nothing of other heads,
@@ -17,7 +18,9 @@ import numpy as np
 
 from bifolio.config import RecurrentConfig
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import Array, Norm, Recurrence
+from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
+from bifolio.model.keyed_weights import KeyedWeights
+from bifolio.quant.tensor import QuantizedTensor
 
 Span = tuple[int, int]  # [start, stop)
 
@@ -83,13 +86,13 @@ def config_part(own: RecurrentConfig, part: RecurrentPart, size: int) -> Recurre
         return replace(own, channels=part.channels[1] - part.channels[0])
     heads, groups = part.heads[1] - part.heads[0], part.groups[1] - part.groups[0]
     channels = heads * own.value_size + 2 * groups * own.key_size
-    is_delta = own.kind == "delta"
+    is_delta = own.kind in ("delta", "keyed")
     norm_groups = own.norm_groups // size if own.norms_together else own.norm_groups if is_delta else 1
     return replace(own, heads=heads, groups=groups, channels=channels, norm_groups=norm_groups)
 
 
-def input_rows(recurrence: Recurrence, part: RecurrentPart) -> list[Span]:
-    """The rows of a rank in the input projection."""
+def input_rows(recurrence: Recurrence, part: RecurrentPart, rank: int = 0) -> list[Span]:
+    """The rows of a rank in the input projection; `rank`: of the low-rank products of a keyed recurrence."""
     if recurrence.kind == "conv":
         return [_shifted(part.channels, 1, number * recurrence.channels) for number in range(3)]
     inner, keys = recurrence.heads * recurrence.value_size, recurrence.groups * recurrence.key_size
@@ -97,15 +100,16 @@ def input_rows(recurrence: Recurrence, part: RecurrentPart) -> list[Span]:
     widths = {
         "delta": ((keys, key), (keys, key), (inner, value), (inner, value), (recurrence.heads, one),
                   (recurrence.heads, one)),
+        "keyed": ((keys, key), (keys, key), (inner, value), (recurrence.heads, one)),
         "mamba": ((inner, value), (inner, value), (keys, key), (keys, key), (recurrence.heads, one)),
         "lightning": ((inner, value), (inner, value), (keys, key), (keys, key)),
     }[recurrence.kind]  # fmt: skip
-    by_group = (0, 1) if recurrence.kind == "delta" else (2, 3)
+    by_group = (0, 1) if recurrence.has_delta_rule else (2, 3)
     rows, first = [], 0
     for number, (width, unit) in enumerate(widths):
         rows.append(_shifted(part.groups if number in by_group else part.heads, unit, first))
         first += width
-    return rows
+    return rows if recurrence.kind != "keyed" else [*rows, (first, first + 2 * rank)]
 
 
 def shard_recurrence(recurrence: Recurrence, part: RecurrentPart, own: RecurrentConfig) -> Recurrence:
@@ -132,16 +136,35 @@ def shard_recurrence(recurrence: Recurrence, part: RecurrentPart, own: Recurrent
         conv_weight=recurrence.conv_weight[channels],
         conv_bias=None if bias is None else bias[channels],
         decay=of_heads(recurrence.decay),
-        bias=of_heads(recurrence.bias),
+        bias=_bias_part(recurrence, part),
         skip=of_heads(recurrence.skip),
         norm=_norm_part(recurrence, part),
     )
 
 
+def _bias_part(recurrence: Recurrence, part: RecurrentPart) -> Array | None:
+    """The biases of the steps of a rank's heads."""
+    if recurrence.bias is None:
+        return None
+    each = len(recurrence.bias) // recurrence.heads
+    return recurrence.bias[slice(*_shifted(part.heads, each, 0))]
+
+
+def shard_keyed(weights: KeyedWeights, recurrence: Recurrence, part: RecurrentPart) -> KeyedWeights:
+    """The rows of a rank's heads in the second halves of the products of low rank."""
+
+    def rows(linear: Linear, each: int) -> Linear:
+        own = slice(*_shifted(part.heads, each, 0))
+        parts = [held.select_rows(own) if isinstance(held, QuantizedTensor) else held[own] for held in linear.parts]
+        return replace(linear, parts=tuple(parts))
+
+    return KeyedWeights(rows(weights.decay, recurrence.key_size), rows(weights.gate, recurrence.value_size))
+
+
 def _norm_part(recurrence: Recurrence, part: RecurrentPart) -> Norm | None:
     """The norm of a rank's heads; that of each head alone is the same on every rank."""
     norm = recurrence.norm
-    if norm is None or recurrence.kind == "delta":
+    if norm is None or recurrence.has_delta_rule:
         return norm
     rows = slice(*_shifted(part.heads, recurrence.value_size, 0))
     weight = norm.weight if len(norm.weight) < recurrence.heads * recurrence.value_size else norm.weight[rows]
@@ -153,10 +176,10 @@ def _channels(recurrence: Recurrence, part: RecurrentPart) -> np.ndarray:
     if recurrence.kind == "conv":
         return np.arange(*part.channels)
     inner, keys = recurrence.heads * recurrence.value_size, recurrence.groups * recurrence.key_size
-    values = _shifted(part.heads, recurrence.value_size, 2 * keys if recurrence.kind == "delta" else 0)
-    first = 0 if recurrence.kind == "delta" else inner
+    values = _shifted(part.heads, recurrence.value_size, 2 * keys if recurrence.has_delta_rule else 0)
+    first = 0 if recurrence.has_delta_rule else inner
     by_group = [_shifted(part.groups, recurrence.key_size, first + number * keys) for number in range(2)]
-    spans = [*by_group, values] if recurrence.kind == "delta" else [values, *by_group]
+    spans = [*by_group, values] if recurrence.has_delta_rule else [values, *by_group]
     return np.concatenate([np.arange(start, stop) for start, stop in spans])
 
 

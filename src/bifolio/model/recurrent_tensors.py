@@ -10,6 +10,7 @@ from bifolio.arrays import array_namespace
 from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
 from bifolio.model.fetch import Fetch, FetchVector
+from bifolio.model.keyed_tensors import KeyedNames, assemble_keyed
 from bifolio.model.rope_frequencies import lightning_slopes
 from bifolio.model.selective_tensors import SelectiveNames, assemble_selective, selective_decay
 from bifolio.model.unit_tensors import UnitNames, assemble_units, unit_vectors
@@ -25,7 +26,7 @@ class RecurrentNames:
     """
 
     input: tuple[tuple[str, int], ...]  # (name, number of pieces), in order
-    conv: str
+    conv: str | tuple[str, str, str]  # three names: of q, k and v
     output: str
     decay: str = ""  # with its suffix
     bias: str = ""  # with its suffix
@@ -34,15 +35,28 @@ class RecurrentNames:
     conv_axis: bool = False  # the convolution is stored as [channels, 1, width]
     decay_log: bool = False  # the file has log(-decay)
     column_vectors: bool = False  # decay and skip are stored as [heads, 1]
+    decay_axes: bool = False  # decay is stored as [1, 1, heads, 1]
     grouped_norm: bool = False  # the norm is stored as [groups, size / groups]
     selective: SelectiveNames | None = None
+    keyed: KeyedNames | None = None
     units: UnitNames | None = None
 
-    def conv_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
-        return (own.channels, 1, own.width) if self.conv_axis else (own.channels, own.width)
+    @property
+    def conv_names(self) -> tuple[str, ...]:
+        """Names of the tensors of the convolution, without `.weight`."""
+        return tuple(name for name in ((self.conv,) if isinstance(self.conv, str) else self.conv) if name)
+
+    def conv_parts(self, own: RecurrentConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of each tensor of the convolution, in the order of its channels."""
+        keys, names = own.groups * own.key_size, self.conv_names
+        sizes = (own.channels,) if len(names) == 1 else (keys, keys, own.inner_size)
+        ends = (1, own.width) if self.conv_axis else (own.width,)
+        return tuple((name, (size, *ends)) for name, size in zip(names, sizes, strict=True))
 
     def vector_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
         """Of decay and skip; the bias is always a vector."""
+        if self.decay_axes:
+            return (1, 1, own.heads, 1)
         return (own.heads, 1) if self.column_vectors else (own.heads,)
 
     def norm_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
@@ -70,7 +84,7 @@ def assemble_recurrence(
             tuple(vector(f"{prefix}{name}.bias", (size,)) if own.projection_bias else None for name, size in parts),
         )
 
-    decay, bias = None, flat(names.bias, (own.heads,)) if names.bias and own.vectors else None
+    decay, bias = None, flat(names.bias, (own.bias_size,)) if names.bias and own.vectors else None
     if names.decay and own.vectors:
         decay = flat(names.decay, heads)
         decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
@@ -80,7 +94,7 @@ def assemble_recurrence(
         decay = -lightning_slopes(own.heads, layer, config.num_layers)
     if names.units is not None:
         decay, bias = unit_vectors(own, names.units, prefix, vector)
-    has_skip = bool(names.skip) and (own.vectors > 2 or is_selective)
+    has_skip = bool(names.skip) and (own.kind == "mamba" or is_selective)
     recurrence = Recurrence(
         kind=own.kind,
         layer=config.recurrent_layers.index(layer),
@@ -91,7 +105,7 @@ def assemble_recurrence(
         key_size=own.key_size,
         value_size=own.value_size,
         conv_weight=_taps(own, names, prefix, vector),
-        conv_bias=flat(names.conv + ".bias", (own.channels,)) if own.conv_bias else None,
+        conv_bias=flat(f"{names.conv}.bias", (own.channels,)) if own.conv_bias else None,
         decay=decay,
         bias=bias,
         skip=flat(names.skip, (own.channels,) if is_selective else heads) if has_skip else None,
@@ -108,6 +122,7 @@ def assemble_recurrence(
         recurrence,
         linear(((names.output, d),), own.inner_size),
         None if names.selective is None else assemble_selective(own, names.selective, prefix, fetch, vector),
+        None if names.keyed is None else assemble_keyed(own, names.keyed, prefix, fetch),
         None if names.units is None else assemble_units(own, names.units, prefix, fetch, config.activation),
     )
 
@@ -116,7 +131,9 @@ def _taps(own: RecurrentConfig, names: RecurrentNames, prefix: str, vector: Fetc
     """f32[channels, width]; one tap of ones where there is no convolution."""
     if own.width == 1:
         return np.ones((own.channels, 1), np.float32)
-    return vector(f"{prefix}{names.conv}.weight", names.conv_shape(own)).reshape(own.channels, own.width)
+    parts = [vector(f"{prefix}{name}.weight", shape) for name, shape in names.conv_parts(own)]
+    rows = parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts, axis=0)
+    return rows.reshape(own.channels, own.width)
 
 
 def _input_parts(names: RecurrentNames, own: RecurrentConfig) -> tuple[tuple[str, int], ...]:

@@ -38,6 +38,7 @@ from bifolio.model.recurrent_shards import (
     fits_groups,
     group_spans,
     input_rows,
+    shard_keyed,
     shard_recurrence,
 )
 from bifolio.model.weights import (
@@ -218,9 +219,10 @@ def _shard_recurrent(
     joined = [part.channels if config.kind == "conv" else part.heads for part in parts]
     width = 1 if config.kind == "conv" else config.value_size
     return RecurrentWeights(
-        input=_rows(weights.input, input_rows(whole, parts[rank])),
+        input=_rows(weights.input, input_rows(whole, parts[rank], config.step_rank)),
         recurrence=shard_recurrence(whole, parts[rank], config_part(config, parts[rank], size)),
         output=_joining(weights.output, [(start * width, stop * width) for start, stop in joined], rank, exact),
+        keyed=None if weights.keyed is None else shard_keyed(weights.keyed, whole, parts[rank]),
     )
 
 

@@ -13,6 +13,7 @@ from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, L
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.channel_scans import gated_units, selective_scan
 from bifolio.model.image_rows import given_rows
+from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import IndexWeights, LatentWeights
 from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
@@ -192,7 +193,19 @@ def recurrence(
     if recurrent.units is not None:
         mixed = gated_units(recurrent.recurrence, recurrent.units, inputs, batch, kernels, storage)
         return joined(mixed, recurrent.output, batch, kernels)
+    if recurrent.keyed is not None:
+        inputs = keyed_rows(recurrent, recurrent.keyed, inputs, kernels)
     return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, batch, kernels)
+
+
+def keyed_rows(recurrent: RecurrentWeights, own: KeyedWeights, inputs: Array, kernels: KernelSet) -> Array:
+    """|q|k|v|z|beta|a| from |q|k|v|beta| and the first halves of the products of low rank that give a and z."""
+    r, rank = recurrent.recurrence, own.decay.in_features
+    end = r.channels + r.heads  # of beta
+    a = kernels.linear(kernels.join_columns([(inputs, end, end + rank)]), own.decay)
+    z = kernels.linear(kernels.join_columns([(inputs, end + rank, end + 2 * rank)]), own.gate)
+    parts = (inputs, 0, r.channels), (z, 0, r.out_features), (inputs, r.channels, end), (a, 0, r.heads * r.key_size)
+    return kernels.join_columns(parts)
 
 
 def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:

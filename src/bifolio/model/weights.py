@@ -28,6 +28,7 @@ from bifolio.kernels.interface import (
     SharedMlp,
 )
 from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
+from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
@@ -109,17 +110,22 @@ class SelectiveWeights:
 class RecurrentWeights:
     """A recurrence between its two projections."""
 
-    input: Linear  # [recurrence.in_features, d]
+    input: Linear  # [recurrence.in_features, d]; keyed: rows of q, k, v, beta and of the low-rank products
     recurrence: Recurrence
     output: Linear  # [d, recurrence.out_features]
     selective: SelectiveWeights | None = None
+    keyed: KeyedWeights | None = None
     units: UnitWeights | None = None
 
+    @property
+    def inner(self) -> list[Linear]:
+        """The products between those of the input and the output, but for those by head."""
+        own = [] if self.selective is None else [self.selective.parameters, self.selective.step]
+        return own if self.keyed is None else self.keyed.linears
+
     def matrices(self) -> list[QuantizedTensor | Array]:
-        own, units = self.selective, self.units
-        linears = [self.input, self.output, *([] if own is None else [own.parameters, own.step])]
-        linears += [] if units is None else units.linears()
-        return [part for linear in linears for part in linear.parts]
+        by_head = [] if self.units is None else self.units.linears()
+        return [part for linear in (self.input, self.output, *self.inner, *by_head) for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +403,7 @@ def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> Rec
         own = SelectiveWeights(kernels.prepare_linear(own.parameters), kernels.prepare_linear(own.step), norms)
     return RecurrentWeights(
         selective=own,
+        keyed=None if recurrent.keyed is None else recurrent.keyed.prepared(kernels),
         units=None if recurrent.units is None else recurrent.units.prepared(kernels),
         input=kernels.prepare_linear(recurrent.input),
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),

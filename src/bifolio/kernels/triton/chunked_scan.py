@@ -54,12 +54,12 @@ def positive_step(step: tl.tensor, least: tl.tensor, most: tl.tensor) -> tl.tens
 
 
 @triton.jit
-def _load_rows(source: tl.tensor, rows: tl.tensor, stride: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def load_rows(source: tl.tensor, rows: tl.tensor, stride: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(source + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _inverse(a: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+def inverse(a: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
     """(I + a)^-1 of a strictly lower triangular matrix of four blocks.
 
     The diagonal blocks D are inverted by forward substitution, all at once, row by row. With I + a = D (I + M), where
@@ -129,8 +129,8 @@ def _prepare_kernel(
         total = tl.cumsum(tl.where(inside, step * own_decay, 0.0), axis=0)
         mask = inside[:, None] & (key < key_size)[None, :]
         first = mixed + start * channels + group * key_size
-        keys = _load_rows(first + key_start, row, channels, key, mask)
-        queries = _load_rows(first + query_start, row, channels, key, mask)
+        keys = load_rows(first + key_start, row, channels, key, mask)
+        queries = load_rows(first + query_start, row, channels, key, mask)
         decays = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
         place = chunk.to(tl.int64) * heads + head
         square = row[:, None] * CHUNK + row[None, :]
@@ -141,7 +141,7 @@ def _prepare_kernel(
         if DELTA:
             a = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decays * rate[:, None]
             a = tl.where(row[:, None] > row[None, :], a, 0.0)
-            solution = _inverse(a, CHUNK, BLOCK, PRECISION) * rate[None, :]
+            solution = inverse(a, CHUNK, BLOCK, PRECISION) * rate[None, :]
             tl.store(solutions + place * CHUNK * CHUNK + square, solution)
 
 
@@ -196,9 +196,9 @@ def _scan_sequence(
         token, inside = start + row, row < length
         place = (start * 0 + chunk) * heads + head  # in the interpreter `chunk` may be a Python integer
         is_key, is_value = inside[:, None] & has_key[None, :], inside[:, None] & has_value[None, :]
-        keys = _load_rows(mixed + key_start + group * key_size, token, channels, key, is_key)
-        queries = _load_rows(mixed + query_start + group * key_size, token, channels, key, is_key)
-        values = _load_rows(mixed + value_start + head * value_size, token, channels, column, is_value)
+        keys = load_rows(mixed + key_start + group * key_size, token, channels, key, is_key)
+        queries = load_rows(mixed + query_start + group * key_size, token, channels, key, is_key)
+        values = load_rows(mixed + value_start + head * value_size, token, channels, column, is_value)
         total = tl.load(sums + place * 2 * CHUNK + row)
         at_end = tl.load(sums + place * 2 * CHUNK + CHUNK - 1)  # tokens after the end of a chunk do not decay
         grown = tl.exp(total)[:, None]

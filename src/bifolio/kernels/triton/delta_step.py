@@ -35,9 +35,9 @@ def gated_norm(
     eps: tl.tensor,
     HAS_NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-    SIGMOID: tl.constexpr = False,
+    SIGMOID: tl.constexpr,
 ) -> tl.tensor:
-    """RMS norm and silu(gate), or the sigmoid of the gate, in either order."""
+    """RMS norm and silu(gate), or sigmoid(gate), in either order."""
     gate = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))
     if not NORM_FIRST:
         value *= gate
@@ -47,6 +47,27 @@ def gated_norm(
     if NORM_FIRST:
         value *= gate
     return value
+
+
+@triton.jit
+def head_steps(
+    decay: tl.tensor,
+    bias: tl.tensor,
+    head: tl.tensor,
+    heads: tl.tensor,
+    key_size: tl.tensor,
+    rows: tl.tensor,
+    KEYED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The decay of a head, its bias, and where its a lies behind its beta: with KEYED of each row of its state.
+
+    Rows behind the last key, which are empty, read the values of the first one.
+    """
+    place, steps = head, heads
+    if KEYED:
+        place = head * key_size + tl.where(rows < key_size, rows, 0)
+        steps = heads - head + place
+    return tl.load(decay + head), tl.load(bias + place), steps
 
 
 @triton.jit(do_not_specialize_on_alignment=["reads", "writes"])
@@ -67,6 +88,7 @@ def _delta_step_kernel(
     value_size: tl.tensor,
     channels: tl.tensor,
     eps: tl.tensor,
+    KEYED: tl.constexpr,
     TILED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
@@ -79,7 +101,7 @@ def _delta_step_kernel(
     mask = has_key[:, None] & has_value[None, :]
     place = head * key_size * value_size + rows[:, None] * value_size + columns[None, :]
     stride = heads * key_size * value_size
-    own_decay, own_bias = tl.load(decay + head), tl.load(bias + head)
+    own_decay, own_bias, steps = head_steps(decay, bias, head, heads, key_size, rows, KEYED)
     scale = 0.0
     if HAS_NORM:
         scale = tl.load(weight + columns, mask=has_value, other=0.0)[None, :]
@@ -89,8 +111,11 @@ def _delta_step_kernel(
     gate = tl.load(own + head * value_size + columns, mask=has_value, other=0.0).to(tl.float32)
     rates = own + heads * value_size + head
     rate = 1.0 / (1.0 + tl.exp(-tl.load(rates).to(tl.float32)))
-    step = positive_step(tl.load(rates + heads).to(tl.float32) + own_bias, 0.0, float("inf"))
-    state *= tl.exp(step * own_decay)
+    step = positive_step(tl.load(rates + steps).to(tl.float32) + own_bias, 0.0, float("inf"))
+    kept = tl.exp(step * own_decay)
+    if KEYED:
+        kept = kept[:, None]
+    state *= kept
     wait_for_inputs()
     token = mixed + sequence * channels
     group = head_group(head, heads, groups, TILED)
@@ -101,13 +126,14 @@ def _delta_step_kernel(
     y = tl.sum(state * query[:, None], axis=0) + tl.sum(query * key, axis=0) * change
     if target > 0:
         tl.store(states + target * stride + place, state + key[:, None] * change[None, :], mask=mask)
-    y = tl.sum(gated_norm(y[None, :], gate[None, :], scale, value_size, eps, HAS_NORM, NORM_FIRST), axis=0)
+    y = gated_norm(y[None, :], gate[None, :], scale, value_size, eps, HAS_NORM, NORM_FIRST, KEYED)
+    y = tl.sum(y, axis=0)
     tl.store(out + (sequence * heads + head) * value_size + columns, y.to(out.dtype.element_ty), mask=has_value)
 
 
 def has_one_step(r: Recurrence, num_sequences: int) -> bool:
     """Whether `delta_step` computes a decode step of this recurrence."""
-    if r.kind != "delta" or num_sequences > MOST_SEQUENCES:
+    if not r.has_delta_rule or num_sequences > MOST_SEQUENCES:
         return False
     size: int = triton.next_power_of_2(r.key_size) * triton.next_power_of_2(r.value_size)
     return size <= LARGEST_STATE
@@ -128,8 +154,9 @@ def delta_step(
         return out
     _delta_step_kernel[(r.heads, count)](
         mixed, x, states, reads, writes, r.decay, r.bias, r.bias if r.norm is None else r.norm.weight, out, x.stride(0),
-        r.heads, r.groups, r.key_size, r.value_size, r.channels, 0.0 if r.norm is None else r.norm.eps, TILED=r.tiled,
-        HAS_NORM=r.norm is not None, NORM_FIRST=r.norm_first or r.norm is None, KEYS=keys, VALUES=values,
+        r.heads, r.groups, r.key_size, r.value_size, r.channels, 0.0 if r.norm is None else r.norm.eps,
+        KEYED=r.kind == "keyed", TILED=r.tiled, HAS_NORM=r.norm is not None,
+        NORM_FIRST=r.norm_first or r.norm is None, KEYS=keys, VALUES=values,
         num_warps=max(1, keys * values // NUMBERS_PER_WARP), **OVERLAPPED,
     )  # fmt: skip
     return out

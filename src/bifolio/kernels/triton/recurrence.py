@@ -25,7 +25,8 @@ from bifolio.kernels.cuda.row_delta import can_step, row_delta
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
 from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, has_steps, head_group, positive_step, scan_chunks
-from bifolio.kernels.triton.delta_step import delta_step, gated_norm, has_one_step
+from bifolio.kernels.triton.delta_step import delta_step, gated_norm, has_one_step, head_steps
+from bifolio.kernels.triton.keyed_chunks import scan_keyed_chunks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.scan_plan import Spans, StagedStates, programs_of
 
@@ -129,13 +130,14 @@ def _advanced(
     state: tl.tensor,  # f32[keys, values]
     key: tl.tensor,  # f32[keys]
     value: tl.tensor,  # f32[values]
-    gate: tl.tensor,  # beta and a, or dt, of the head
+    gate: tl.tensor,  # beta of the head, or dt
+    steps: tl.tensor,  # where a lies behind beta; KEYED: of each row
     own_decay: tl.tensor,
-    own_bias: tl.tensor,
-    heads: tl.tensor,
+    own_bias: tl.tensor,  # KEYED: of each row
     least: tl.tensor,
     most: tl.tensor,
     DELTA: tl.constexpr,
+    KEYED: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> tl.tensor:
     """The state after one token more."""
@@ -143,14 +145,15 @@ def _advanced(
     if STEPS:
         if DELTA:
             rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
-            step = tl.load(gate + heads).to(tl.float32) + own_bias
+            step = tl.load(gate + steps).to(tl.float32) + own_bias
         else:
             step = tl.load(gate).to(tl.float32) + own_bias
         step = positive_step(step, least, most)
-        state *= tl.exp(step * own_decay)
-        change = step * value
-        if DELTA:
-            change = rate * (value - tl.sum(state * key[:, None], axis=0))
+        kept = tl.exp(step * own_decay)
+        if KEYED:
+            kept = kept[:, None]
+        state *= kept
+        change = rate * (value - tl.sum(state * key[:, None], axis=0)) if DELTA else step * value
     else:
         state *= tl.exp(own_decay)
     return state + key[:, None] * change[None, :]
@@ -182,6 +185,7 @@ def _scan_kernel(
     least: tl.tensor,
     most: tl.tensor,
     DELTA: tl.constexpr,
+    KEYED: tl.constexpr,  # each row of a state has its own decay
     STEPS: tl.constexpr,  # decays depend on the token
     TILED: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -199,7 +203,7 @@ def _scan_kernel(
     has_key, has_value = rows < key_size, columns < value_size
     mask = has_key[:, None] & has_value[None, :]
     place = rows[:, None] * value_size + columns[None, :]
-    own_decay, own_bias = tl.load(decay + head), tl.load(bias + head)
+    own_decay, own_bias, steps = head_steps(decay, bias, head, heads, key_size, rows, KEYED)
     own_skip = 0.0
     if HAS_SKIP:
         own_skip = tl.load(skip + head)
@@ -220,7 +224,7 @@ def _scan_kernel(
         query = tl.load(mixed_queries + token * channels + rows, mask=has_key, other=0.0)
         value = tl.load(mixed_values + token * channels + columns, mask=has_value, other=0.0)
         gate = gates + token * gate_stride
-        state = _advanced(state, key, value, gate, own_decay, own_bias, heads, least, most, DELTA, STEPS)
+        state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED, STEPS)
         y = tl.sum(state * query[:, None], axis=0) + own_skip * value
         tl.store(out + token * heads * value_size + columns, y, mask=has_value)
         if HAS_STATES:
@@ -245,7 +249,7 @@ def _scan_kernel(
                 query = tl.load(query_rows + token * channels + rows, mask=has_key, other=0.0)
                 value = tl.load(value_rows + token * channels + columns, mask=has_value, other=0.0)
                 gate = gate_rows + token * gate_stride
-                state = _advanced(state, key, value, gate, own_decay, own_bias, heads, least, most, DELTA, STEPS)
+                state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED, STEPS)
                 y = tl.sum(state * query[:, None], axis=0) + own_skip * value
                 tl.store(out_rows + token * heads * value_size + columns, y, mask=has_value)
                 if HAS_STATES:
@@ -303,7 +307,7 @@ def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage
 
 
 def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None, out: torch.Tensor) -> None:
-    count, is_delta = x.shape[0], r.kind == "delta"
+    count, is_delta = x.shape[0], r.has_delta_rule
     if not count:
         return
     if r.only_convolves:
@@ -336,12 +340,13 @@ def _scan(
     new = torch.zeros if staged.has_padding else torch.empty
     out = new((x.shape[0], inner), dtype=torch.float32, device=x.device)
     gates = x[:, r.channels + inner :] if has_steps(r) else x
-    columns = (0, keys, 2 * keys) if r.kind == "delta" else (inner + keys, inner, 0)  # of queries, keys and values
+    columns = (0, keys, 2 * keys) if r.has_delta_rule else (inner + keys, inner, 0)  # of queries, keys and values
     spans = staged.spans
     if staged.chunks is not None and r.key_size > LARGEST_KEY:
         spans = Spans(staged.starts[:-1], staged.starts[1:], staged.reads)
     elif staged.chunks is not None:
-        scan_chunks(mixed, gates, r, staged.chunks, staged.writes, storage, out, columns)
+        scan = scan_keyed_chunks if r.kind == "keyed" else scan_chunks
+        scan(mixed, gates, r, staged.chunks, staged.writes, storage, out, columns)
     _scan_tokens(mixed, gates, r, spans, staged.writes, storage, out, columns, is_decode=staged.is_decode)
     return out
 
@@ -358,7 +363,7 @@ def _scan_tokens(
     *,
     is_decode: bool,
 ) -> None:
-    is_delta, rows = r.kind == "delta", triton.next_power_of_2(r.key_size)
+    is_delta, rows = r.has_delta_rule, triton.next_power_of_2(r.key_size)
     one_token = is_decode or spans.one_token
     size, warps = (DECODE_SIZE, DECODE_WARPS) if one_token else (STATE_SIZE, 1)
     columns = min(triton.next_power_of_2(r.value_size), max(8, size // rows))
@@ -371,15 +376,16 @@ def _scan_tokens(
         mixed, gates, mixed if storage is None else storage.recurrent[r.layer], spans.starts, spans.ends, spans.reads,
         spans.reads if spans.count is None else spans.count, writes, r.decay, r.bias if has_steps(r) else r.decay,
         r.decay if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
-        r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, STEPS=has_steps(r), TILED=r.tiled,
-        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, IS_DECODE=is_decode, ONE_TOKEN=one_token,
+        r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, KEYED=r.kind == "keyed",
+        STEPS=has_steps(r), TILED=r.tiled, HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None,
+        IS_DECODE=is_decode, ONE_TOKEN=one_token,
         COUNTED=spans.count is not None, KEYS=rows, VALUES=columns, STAGES=STAGES, num_warps=warps, **OVERLAPPED,
     )  # fmt: skip
 
 
 def _finish(y: torch.Tensor, x: torch.Tensor, r: Recurrence) -> torch.Tensor:
     out = torch.empty(y.shape, dtype=x.dtype, device=x.device)
-    parts = r.heads if r.kind == "delta" else r.norm_groups
+    parts = r.heads if r.has_delta_rule else r.norm_groups
     size = y.shape[1] // parts
     block = triton.next_power_of_2(size)
     rows = max(1, 2048 // block)
@@ -387,8 +393,8 @@ def _finish(y: torch.Tensor, x: torch.Tensor, r: Recurrence) -> torch.Tensor:
         return out
     _finish_kernel[(triton.cdiv(y.shape[0] * parts, rows),)](
         y, x, y if r.norm is None else r.norm.weight, out, y.shape[0] * parts, parts, size, x.stride(0),
-        r.channels if r.kind == "delta" else 0, 0.0 if r.norm is None else r.norm.eps, HAS_NORM=r.norm is not None,
-        NORM_FIRST=r.norm_first or r.norm is None, SIGMOID=r.kind == "lightning", SHARED=r.kind == "delta", ROWS=rows,
-        BLOCK=block, num_warps=4 if block * rows <= 4096 else 8, **OVERLAPPED,
+        r.channels if r.has_delta_rule else 0, 0.0 if r.norm is None else r.norm.eps, HAS_NORM=r.norm is not None,
+        NORM_FIRST=r.norm_first or r.norm is None, SIGMOID=r.kind in ("keyed", "lightning"), SHARED=r.has_delta_rule,
+        ROWS=rows, BLOCK=block, num_warps=4 if block * rows <= 4096 else 8, **OVERLAPPED,
     )  # fmt: skip
     return out

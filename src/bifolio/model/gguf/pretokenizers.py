@@ -64,6 +64,12 @@ _QWEN2 = PreTokenizer((_modern(r"\p{N}"),))
 _PLAIN_GPT2 = PreTokenizer((_GPT2,))
 _DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3))
 _GPT4O = _TEKKEN_WORD.replace("%s", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _TEKKEN_REST
+_UPPER, _LOWER = (rf"(?:(?!\p{{Han}})[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}])" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_KIMI = (  # as GPT-4o's, but Chinese characters are words of their own
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 SPACED_BPE = "gemma4"  # kind of tokenizer: listed merges over texts whose spaces are replaced, bytes as tokens
 
@@ -134,6 +140,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama4": PreTokenizer((_GPT4O,)),
     "kanana2": PreTokenizer((_GPT4O,)),
     "minimax-m2": PreTokenizer((_GPT4O,)),
+    "kimi-k2": PreTokenizer((_KIMI,)),
     "tiny_aya": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
