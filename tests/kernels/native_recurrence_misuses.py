@@ -48,7 +48,7 @@ RUN = {"self": recurrent_program(), "states": states(), **use()}
 MISUSES = [
     *misuses(
         "Recurrence",
-        ("an unknown kind", {"kind": 6}, "kind is 6"),
+        ("an unknown kind", {"kind": 7}, "kind is 7"),
         ("no taps", {"width": 0}, "width is 0"),
         ("a selective one with heads", {"kind": 3}, "must have one head of as many values as channels"),
         ("a linear unit with heads", {"kind": 5}, "a linear unit must have one head of as many values as channels"),
