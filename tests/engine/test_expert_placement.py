@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_files import peft_adapter
 from bifolio import LLM, SamplingParams
 from bifolio.engine import expert_placement
 from bifolio.engine.expert_placement import place_experts, read_cpu_experts
 from bifolio.errors import ConfigError
+from bifolio.kernels.interface import Adapter
 from bifolio.kernels.native import NativeKernels
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model.gguf.writer import write_gguf
@@ -67,6 +69,24 @@ def test_the_host_multiplies_the_formats_of_a_file(tmp_path: Path) -> None:
         assert np.abs(ours[1] - theirs[1]).max() < 1e-2
         experts = placed.engine.runner.weights.layers[0].moe.experts.prepared  # type: ignore[union-attr]
         assert isinstance(experts._host, NativeKernels)
+
+
+@pytest.mark.full
+def test_adapters_change_attention_beside_experts_on_the_host() -> None:
+    """Those of experts are refused when they are loaded."""
+    model, folder = tiny_model("qwen3moe")
+    options = {**SIZES, "lora_modules": {"a": peft_adapter(model, target_modules=["q_proj", "o_proj"])[1]}}
+    found = []
+    for placement in (None, "all"):
+        with LLM(folder, cpu_experts=placement, **options) as llm:
+            prompt: Any = {"prompt_token_ids": random_prompt(20)}
+            each = [llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=name)[0] for name in (None, "a")]
+            found.append([output.outputs[0].token_ids for output in each])
+            if placement is not None:
+                with pytest.raises(ConfigError, match="adapters of experts do not go with cpu_experts"):
+                    llm.engine.runner.kernels.prepare_adapter(Adapter(experts={5: ()}))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 class SmallDevice(TorchKernels):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from expert_cases import EXPERTS, new_experts
 
+from adapter_files import peft_adapter
 from bifolio.config import CacheConfig, EngineConfig
 from bifolio.engine.expert_placement import place_experts
 from bifolio.kernels.interface import Experts, Linear, Norm, Router
@@ -132,3 +134,19 @@ def test_experts_on_the_host_give_the_tokens_of_the_reference(name: str) -> None
     for n, request in zip((7, 30), found, strict=True):
         alone = run_alone(random_prompt(n, seed=n), params, model=model, kernels=TorchKernels("cpu"))
         assert request.sequences[0].output_token_ids == alone.sequences[0].output_token_ids
+
+
+@pytest.mark.parametrize("placement", [None, "all"])
+def test_adapters_of_attention_run_beside_experts(placement: str | None) -> None:
+    from bifolio import LLM, SamplingParams
+
+    model, folder = tiny_model("qwen3moe")
+    adapter = peft_adapter(model, target_modules=["q_proj", "o_proj"])[1]
+    params, found = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), []
+    for kernels, placed in ((TritonKernels("cpu", "f32"), placement), (TorchKernels("cpu"), None)):
+        options: Any = {"lora_modules": {"a": adapter}, "max_model_len": 64, "num_blocks": 40, "block_size": 4}
+        with LLM(folder, kernels=kernels, cpu_experts=placed, max_num_seqs=2, **options) as llm:
+            outputs = llm.generate([{"prompt_token_ids": random_prompt(9)}] * 2, params, lora_request=[None, "a"])
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    assert all(found[0])

@@ -28,6 +28,7 @@ class EngineVerbs:
 
     model: LoadedModel
     _shared: SharedEngine
+    _placed: Callable[[LoadedModel], LoadedModel]  # a model with the options of this engine that change weights
 
     @property
     def engine(self) -> InferenceEngine:
@@ -66,15 +67,11 @@ class EngineVerbs:
 
     def prepared(self, model: LoadedModel) -> ModelWeights:
         """The weights of a model as this engine uses them: rounded, placed and packed."""
-        return with_sites(prepare(self.placed(model).weights, self.engine.runner.kernels))
-
-    def placed(self, model: LoadedModel) -> LoadedModel:
-        """The model with the options of this engine that change its weights."""
-        raise NotImplementedError
+        return with_sites(prepare(self._placed(model).weights, self.engine.runner.kernels))
 
     def exchange(self, model: LoadedModel, prepared: ModelWeights) -> int:
         """Replace the weights between two steps; they were prepared before."""
-        version = replace_weights(self.engine, self.placed(model), prepared)
+        version = replace_weights(self.engine, self._placed(model), prepared)
         self.model = model
         vars(self).pop("identity", None)
         return version

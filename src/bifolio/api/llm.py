@@ -16,7 +16,7 @@ from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions, loaded
 from bifolio.api.engine_verbs import EngineVerbs
 from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
-from bifolio.api.lora import LoRA, adapters_for, check_modules
+from bifolio.api.lora import LoRA, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.pooling_calls import PoolingCalls
 from bifolio.api.prompts import (
@@ -36,7 +36,7 @@ from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_one_of, check_ported, speculative_from, weight_quantization
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import MAX_LORA_RANK, MAX_LORAS, NUMERICS, AdapterConfig, SpeculativeConfig, TierSettings
-from bifolio.engine.adapters import AdapterSource, LoadedAdapter
+from bifolio.engine.adapters import AdapterSource
 from bifolio.engine.build import build_engine
 from bifolio.engine.memory import check_threads, read_size
 from bifolio.engine.requests import as_token_ids
@@ -152,7 +152,7 @@ class LLM(EngineVerbs, PoolingCalls):
             utilisation=gpu_memory_utilization,
         )  # fmt: skip
         self.plan, engine = build_engine(
-            self.placed(self.model), config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
+            self._placed(self.model), config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
         for name, source in (lora_modules or {}).items():
@@ -160,12 +160,9 @@ class LLM(EngineVerbs, PoolingCalls):
         if lora_modules and warm_up and engine.slots.device is not None:
             engine.slots.device.warm_up_adapters()
         self._seeds = None if seed is None else random.Random(seed)
-        self.lora: LoRA = None  # of calls that name no adapter
+        self.lora = None
         if verbose:
             self.print_plan()
-
-    def placed(self, model: LoadedModel) -> LoadedModel:
-        return self._placed(model)
 
     def __repr__(self) -> str:
         if self._shared.is_closed:
@@ -363,10 +360,6 @@ class LLM(EngineVerbs, PoolingCalls):
         if len(each) != len(batch):
             raise RequestError(f"{len(batch)} prompts and {len(each)} SamplingParams: pass one, or one for each")
         return each if self._seeds is None else [self._seeded(one, self._seeds) for one in each]
-
-    def adapters_for(self, lora_request: LoRA, count: int) -> list[LoadedAdapter | None]:
-        """The adapter of each of `count` prompts; one that is not in memory is read."""
-        return adapters_for(self.lora if lora_request is None else lora_request, count, self.engine.adapters)
 
     def _seeded(self, params: SamplingParams, seeds: random.Random) -> SamplingParams:
         """The parameters with a seed drawn from that of the LLM, unless they have their own."""

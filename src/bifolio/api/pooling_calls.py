@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bifolio.api.lora import LoRA
+from bifolio.api.lora import LoRA, adapters_for
 from bifolio.api.pooled_outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -38,11 +38,12 @@ class PoolingCalls:
     """Vectors and scores of texts, in the same batches as all other requests."""
 
     model: LoadedModel
+    lora: LoRA  # of calls that name no adapter
     _shared: SharedEngine
 
     def adapters_for(self, lora_request: LoRA, count: int) -> list[LoadedAdapter | None]:
-        """The adapter of each of `count` texts."""
-        raise NotImplementedError
+        """The adapter of each of `count` prompts; one that is not in memory is read."""
+        return adapters_for(self.lora if lora_request is None else lora_request, count, self._shared.engine.adapters)
 
     def embed(
         self,

@@ -37,6 +37,10 @@ class AdapterUse:
     rows: NDArray[np.int32]  # i32[t]  index into `loaded` of each token's adapter, on the host; -1: none
     staged: Any = None  # the form of a device that keeps the slots (`DeviceSlots.stage_adapters`)
 
+    def changes_experts(self, site: int) -> bool:
+        """Whether one of the adapters changes the experts of a layer, and not its other products alone."""
+        return any(site in adapter.experts for adapter in self.loaded)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

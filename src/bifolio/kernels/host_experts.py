@@ -15,6 +15,8 @@ from bifolio.errors import ConfigError
 from bifolio.kernels.interface import AdapterUse, Experts, KernelSet, Routing
 from bifolio.kernels.torch_arrays import TorchArrays
 
+OF_EXPERTS = "adapters of experts do not go with cpu_experts: leave one of them out, or merge the adapter"
+
 
 class HostExperts:
     """The prepared form of such experts. `device` is the kernel set of the rest of the network."""
@@ -26,12 +28,13 @@ class HostExperts:
 
     @classmethod
     def prepared(cls, experts: Experts, device: TorchArrays) -> Experts:
+        device.has_host_experts = True
         return replace(experts, prepared=cls(experts, device))
 
-    def mix(self, x: torch.Tensor, routing: Routing, adapters: AdapterUse | None) -> torch.Tensor:
-        """f32[tokens, d] on the device."""
-        if adapters is not None:
-            raise ConfigError("adapters of experts do not go with cpu_experts: leave one of them out")
+    def mix(self, x: torch.Tensor, routing: Routing, site: int, adapters: AdapterUse | None) -> torch.Tensor:
+        """f32[tokens, d] on the device; `site`: of these experts in adapters."""
+        if adapters is not None and adapters.changes_experts(site):
+            raise ConfigError(OF_EXPERTS)
         wanted = (x.float(), routing.experts, routing.weights.float())
         rows, chosen, weights = [copy() for copy in [self._device.fetch(part.contiguous()) for part in wanted]]
         on_host = Routing(np.ascontiguousarray(chosen, np.int32), weights, routing.shared)

@@ -47,6 +47,7 @@ class TorchArrays:
     stores_fp8 = False
     activation_planes = 0
     ranks: Ranks | None = None
+    has_host_experts = False  # some experts are in the memory of the host
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
         if dtype not in DTYPES:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bifolio.errors import PhaseError
+from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels import torch_choice
-from bifolio.kernels.host_experts import HostExperts
+from bifolio.kernels.host_experts import OF_EXPERTS, HostExperts
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
     SWIGLU_LIMIT,
@@ -98,6 +98,8 @@ class TorchKernels(TorchArrays):
         return prepare_vectors(recurrence, self.vector)
 
     def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        if self.has_host_experts and adapter.experts:
+            raise ConfigError(OF_EXPERTS)
         return on_torch(adapter, self.tensor)
 
     # -- the network --------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class TorchKernels(TorchArrays):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         if isinstance(experts.prepared, HostExperts):
-            return experts.prepared.mix(x, routing, adapters).to(x.dtype)
+            return experts.prepared.mix(x, routing, experts.site, adapters).to(x.dtype)
         (up, up_bias), (down, down_bias) = experts.prepared
         x = x.to(up.dtype)
         parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]

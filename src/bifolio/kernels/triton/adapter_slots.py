@@ -27,6 +27,7 @@ from bifolio.kernels.triton.adapters import FEWEST_ROWS, MANY_ROWS, MOST_ROWS, N
 NO_ADAPTER = -1
 ALIGNMENT = 64  # elements of an array, to which matrices are aligned
 UNCHANGED = (0, 0, NO_BIAS, 0)  # entry of a part that an adapter does not change
+OF_EXPERTS = "adapters of experts do not run on a GPU: pass device='cpu', or merge the adapter into the model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,9 +100,7 @@ class AdapterSlots:
     def prepare(self, adapter: Adapter) -> Adapter:
         """The adapter with its matrices in one array; any thread may call this."""
         if adapter.experts:
-            raise ConfigError(
-                "adapters of experts do not run on a GPU: pass device='cpu', or merge the adapter into the model"
-            )
+            raise ConfigError(OF_EXPERTS)
         missing = sorted(set(adapter.products) - set(self._plans))
         if missing:
             raise ConfigError(

@@ -48,6 +48,7 @@ from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.adapted_products import adapted
+from bifolio.kernels.triton.adapter_slots import OF_EXPERTS
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.expert_choice import can_route, route
@@ -97,7 +98,6 @@ class TritonKernels(TorchArrays):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
-        self._waits_for_host = False  # some experts are in the memory of the host
         self._last_split = LastSplit()
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
@@ -141,7 +141,7 @@ class TritonKernels(TorchArrays):
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
-        if self._waits_for_host:
+        if self.has_host_experts:
             return None  # a captured step cannot wait for experts on the host
         if any(shape.top_k for shape in network.shapes):
             return None  # the host cuts contexts into those that an indexer reads and others
@@ -155,7 +155,6 @@ class TritonKernels(TorchArrays):
     def prepare_experts(self, experts: Experts) -> Experts:
         """`prepared` is (stack of gate and up, of down)."""
         if experts.host is not None:
-            self._waits_for_host = True
             return HostExperts.prepared(experts, self)
         return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
@@ -178,6 +177,8 @@ class TritonKernels(TorchArrays):
         return self._torch.prepare_recurrence(recurrence)
 
     def prepare_adapter(self, adapter: Adapter) -> Adapter:
+        if adapter.experts:
+            raise ConfigError(OF_EXPERTS)
         return self._torch.prepare_adapter(adapter)
 
     # -- the network ------------------------------------------------------------------------------------------------
@@ -278,9 +279,9 @@ class TritonKernels(TorchArrays):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         if isinstance(experts.prepared, HostExperts):
-            return experts.prepared.mix(tensor(x), routing, adapters)
-        if adapters is not None:
-            raise ConfigError("adapters of experts do not run on a GPU yet: use device='cpu'")
+            return experts.prepared.mix(tensor(x), routing, experts.site, adapters)
+        if adapters is not None and adapters.changes_experts(experts.site):
+            raise ConfigError(OF_EXPERTS)
         is_deferred = isinstance(x, Normed) and x.value is None
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 

@@ -22,7 +22,7 @@ from bifolio.model.window_fields import FULL, TYPES, named_kinds
 from bifolio.quant.tensor import QuantizedTensor
 
 OWN, ATTENDING, RECURRING, LINEAR = "linear_attn_config", "full_attn_layers", "kda_layers", "linear_attention"
-PERIOD = 4  # by default one layer of so many has attention
+PERIOD = 4  # every fourth layer has attention by default
 NORM_EPS = 1e-6  # of the norms of latents, in all models
 SHARED = ("num_shared_experts", "n_shared_experts")
 NEEDED = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1,

@@ -22,7 +22,7 @@ from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 from bifolio.model.window_fields import FULL, TYPES, named_kinds
 
 LIGHTNING, NUMBERS = "linear_attention", "attn_type_list"
-INTERVAL = 8  # one layer of so many has attention, in GGUF files that do not say it
+INTERVAL = 8  # every eighth layer has attention in GGUF files without an entry
 NORM_EPS = 1e-6  # of the norms behind lightning attention, whatever that of the other norms is
 FACTORS = {  # of the norms (alpha) and of the outputs (beta), in folders of transformers and in those of MiniMax
     f"{new}_{kind}_factor": f"layernorm_{old}_{kind}"
