@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bifolio import LLM, SamplingParams
 from bifolio.errors import ModelFileError
 from bifolio.kernels.interface import Linear
 from bifolio.kernels.torch_reference import TorchKernels
@@ -28,7 +29,7 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.quant.fp8 import DenseToFp8, Fp8Tensor
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
-from helpers import make_runner, open_entry, random_prompt, run_chunks
+from helpers import make_runner, open_entry, random_prompt, run_chunks, tiny_folder
 
 
 def weights(format: str, outputs: int, depth: int, seed: int = 0) -> QuantizedTensor:
@@ -129,3 +130,18 @@ def test_deterministic_products_do_not_depend_on_the_number_of_rows(format: str)
     for row in (0, FEW_ROWS + 8):
         alone = kernels.act_mul(kernels.linear(x[row : row + 1], linear), "silu")
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_dense_models_are_rounded_to_blocks(name: str) -> None:
+    """The matrices are held in blocks; tokens are those of torch on the same blocks."""
+    folder, found = tiny_folder(hidden_size=64, intermediate_size=128), []
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    options: Any = {"quantization": name, "max_model_len": 64, "num_blocks": 40, "block_size": 4, "max_num_seqs": 2}
+    for kernels in (TritonKernels("cpu", "f32"), TorchKernels("cpu")):
+        with LLM(folder, kernels=kernels, **options) as llm:
+            if kernels.name == "triton":
+                assert isinstance(llm.engine.runner.weights.layers[0].up.prepared[0], QuantisedWeight)
+            outputs = llm.generate([{"prompt_token_ids": random_prompt(9, vocab_size=61)}], params)
+            found.append(outputs[0].outputs[0].token_ids)
+    assert found[0] == found[1]
