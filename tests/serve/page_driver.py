@@ -19,6 +19,8 @@ needs_chromium = [
 DESKTOP = {"width": 1440, "height": 900}
 PHONE = {"width": 390, "height": 844}
 NO_INTERNET = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+LAYOUT = """() => ({width: innerWidth, body: document.body.className,
+  rules: [...document.styleSheets].map(sheet => sheet.cssRules.length)})"""
 BROKEN_BY_TEST = ("Failed to load resource", "net::ERR")  # console lines of requests that a test lets fail
 
 
@@ -46,9 +48,12 @@ def open_page(browser: Any, server: RunningServer, **options: Any) -> Iterator[A
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(server.url)
     page.wait_for_selector("#status.ok")
+    page.wait_for_function("width => innerWidth === width", arg=page.viewport_size["width"])
     try:
         yield page
     finally:
+        with contextlib.suppress(playwright.Error):  # the page may be gone
+            print("layout at the end:", page.evaluate(LAYOUT))  # shown with a failure: texts depend on it
         page.close()
     assert [text for text in wrong if not text.startswith(BROKEN_BY_TEST)] == []
 
@@ -68,6 +73,11 @@ def set_options(page: Any, **options: Any) -> None:
             page.fill(f"#o-{name}", str(value))
     if opened and page.is_visible("#close-panel"):
         page.click("#close-panel")
+
+
+def show_panel(page: Any) -> None:
+    if not page.is_visible("#panel"):
+        page.click("#show-panel")
 
 
 def always_answer(page: Any, *texts: str) -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_driver import always_answer, answers, chromium, needs_chromium, open_page, send, set_options, wait_until_done
+from page_driver import (
+    always_answer,
+    answers,
+    chromium,
+    needs_chromium,
+    open_page,
+    send,
+    set_options,
+    show_panel,
+    wait_until_done,
+)
 from serving import RunningServer, running_server
 
 pytestmark = needs_chromium
@@ -104,8 +114,8 @@ def test_regenerate_edit_and_branch_make_a_tree(page: Any) -> None:
     page.press(".edit", "Enter")
     page.wait_for_selector(".message.user:has-text('Another question')")
     wait_until_done(page)
-    rows = page.locator("#branches [role=treeitem] > .branch").all_inner_texts()
-    assert [row.split("\n")[-1] for row in rows] == [
+    show_panel(page)
+    assert page.locator("#branches [role=treeitem] > .branch > span").all_text_contents() == [
         "Question", "first", "second", "And then", "second", "Another question", "second",
     ]  # fmt: skip
     levels = [item.get_attribute("aria-level") for item in page.locator("#branches [role=treeitem]").all()]
