@@ -100,7 +100,7 @@ def test_arguments_are_those_of_the_sources(
     )
     routing = Routing(torch.zeros((tokens, TOP_K), dtype=torch.int32), torch.ones((tokens, TOP_K)))
     x, residual = torch.zeros((tokens, DEPTH), dtype=torch.bfloat16), torch.zeros((tokens, DEPTH))
-    out = experts.mix_experts(
+    out = experts.mixed(
         x, routing, Experts((), (), "swiglu_clamped", prepared=prepared), torch.bfloat16, residual=residual
     )
     assert (out.dtype, out.shape) == (torch.float32, (tokens, DEPTH))
