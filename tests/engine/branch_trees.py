@@ -198,11 +198,11 @@ def outcome(request: Request) -> list[Any]:
 
 
 @cache
-def experts() -> LoadedModel:
+def experts(kind: str = "qwen3moe") -> LoadedModel:
     from bifolio.model.huggingface.hf_loader import load_folder
     from helpers import tiny_model
 
-    return load_folder(tiny_model("qwen3moe", vocab_size=VOCABULARY)[1])
+    return load_folder(tiny_model(kind, vocab_size=VOCABULARY)[1])
 
 
 MODELS: dict[str, Callable[[], LoadedModel]] = {
@@ -211,4 +211,8 @@ MODELS: dict[str, Callable[[], LoadedModel]] = {
     "conv": lambda: tiny_hybrid("conv"),
     "delta": lambda: tiny_hybrid("delta"),
     "mamba": lambda: tiny_hybrid("mamba"),
+    "keyed": lambda: tiny_hybrid("keyed"),
+    "lightning": lambda: tiny_hybrid("lightning"),
+    "lru": lambda: tiny_hybrid("lru"),
+    "indexed": lambda: experts("glmdsa"),
 }

@@ -55,7 +55,8 @@ from helpers import (
 from hybrid_models import VOCABULARY, tiny_hybrid
 
 KERNELS = cpu_kernel_names()[0]  # whose bits do not depend on the sizes of a pass
-KINDS = ("dense", "experts", "delta", "mamba", "conv")
+EXPERTS = {"experts": "qwen3moe", "indexed": "glmdsa"}  # whose folders have a tokenizer; indexed: chosen positions
+KINDS = ("dense", *EXPERTS, "delta", "mamba", "conv", "keyed", "lightning", "lru")
 NUM_TALKS, NUM_TURNS = 5, 4
 MAX_MODEL_LEN = 160
 LIVES_OF_A_WORLD = 20
@@ -132,13 +133,13 @@ class Models:
 
 
 def _model(kind: str) -> LoadedModel:
-    if kind not in ("dense", "experts"):
-        return tiny_hybrid(kind)
     if kind == "dense":
         return load_model(str(tiny_folder(tokenizer=True, seed=3)))
+    if kind not in EXPERTS:
+        return tiny_hybrid(kind)
 
     def write(say: Callable[[str], None]) -> None:
-        _, folder = tiny_model("qwen3moe", vocab_size=tiny_tokenizer().get_vocab_size())
+        _, folder = tiny_model(EXPERTS[kind], vocab_size=tiny_tokenizer().get_vocab_size())
         tiny_tokenizer().save(str(folder / "tokenizer.json"))
         say(str(folder))
 
@@ -147,7 +148,7 @@ def _model(kind: str) -> LoadedModel:
 
 def params_of(kind: str, talk: int) -> SamplingParams:
     params = PARAMS[talk % len(PARAMS)]
-    has_text = kind in ("dense", "experts")
+    has_text = kind == "dense" or kind in EXPERTS
     return params if has_text or params.grammar is None else replace(params, grammar=None)
 
 
