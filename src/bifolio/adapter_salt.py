@@ -12,6 +12,11 @@ from typing import Any
 MARK = b"\xff"
 
 
-def salt_of_adapter(adapter: Any, salt: bytes) -> bytes:
-    """The salt for blocks of an adapter (`engine.adapters.LoadedAdapter`); None: of the base."""
-    return salt if adapter is None else MARK + bytes(adapter.digest) + salt
+def digest_of_adapter(adapter: Any) -> bytes:
+    """Of an `engine.adapters.LoadedAdapter`; empty for None, the base."""
+    return b"" if adapter is None else bytes(adapter.digest)
+
+
+def salt_of_adapter(digest: bytes, salt: bytes) -> bytes:
+    """The salt for blocks of an adapter with this digest; empty: of the base."""
+    return MARK + digest + salt if digest else salt

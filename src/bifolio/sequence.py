@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.adapter_salt import salt_of_adapter
+from bifolio.adapter_salt import digest_of_adapter, salt_of_adapter
 from bifolio.errors import FaultKind
 from bifolio.images import Mark, PromptImage
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
@@ -338,7 +338,7 @@ class Request:
     @property
     def cache_salt(self) -> bytes:
         """The salt of the digests of its blocks: two adapters, or the two sets of LongRoPE, never share keys."""
-        return salt_of_adapter(self.adapter, salt_of_rope(self.rope, self.salt))
+        return salt_of_adapter(digest_of_adapter(self.adapter), salt_of_rope(self.rope, self.salt))
 
     def marks_until(self, end: int) -> tuple[Mark, ...]:
         """The marks of the first `end` tokens."""

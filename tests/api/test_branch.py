@@ -6,13 +6,16 @@ import asyncio
 import gc
 import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from adapter_files import adapter_folder
 from bifolio import LLM, Grammar, SamplingParams
 from bifolio.api.async_llm import AsyncLLM
-from bifolio.errors import ConfigError, EngineDeadError, RequestError
-from helpers import tiny_loaded
+from bifolio.errors import ConfigError, EngineDeadError, RequestError, SnapshotError
+from helpers import random_prompt, tiny_folder, tiny_loaded
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = "Once upon a time a little fox lived in a quiet wood."
@@ -200,3 +203,40 @@ async def test_a_cancelled_call_leaves_the_branch_as_it_was() -> None:
             await task
         assert branch.token_ids == tokens
         assert len((await branch.generate(GREEDY)).outputs[0].token_ids) == 6
+
+
+def test_a_branch_keeps_the_adapter_that_it_was_opened_with(tmp_path: Path) -> None:
+    folder = tiny_folder(tokenizer=True)
+    modules = {name: str(adapter_folder(folder, seed=seed)) for seed, name in enumerate("ab")}
+    options: dict[str, Any] = {"lora_modules": modules, "block_size": 4, "num_blocks": 100, "max_model_len": 96}
+    first, more = random_prompt(30, vocab_size=90), random_prompt(5, seed=1, vocab_size=90)
+    prompt = {"prompt_token_ids": first}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    texts = {}
+    with LLM(folder, **options) as llm:
+        for name in (None, "a", "b"):
+            [alone] = llm.generate(prompt, params, lora_request=name)
+            [later] = llm.generate({"prompt_token_ids": [*first, *more]}, params, lora_request=name)
+            with llm.open(prompt, lora_request=name) as root:
+                [fork] = root.fork()
+                assert root.generate(params).outputs[0].logprobs == alone.outputs[0].logprobs
+                saved = tmp_path / f"{name}.text"
+                llm.save(root, saved)
+                assert fork.append(more).generate(params).outputs[0].logprobs == later.outputs[0].logprobs
+                again = fork.truncate(30).generate(params)
+                assert again.outputs[0].logprobs == alone.outputs[0].logprobs
+                texts[name] = root.token_ids
+                with pytest.raises(RequestError, match="leave lora_request out"):
+                    llm.save(root, saved, lora_request="a")
+        assert len({tuple(tokens) for tokens in texts.values()}) == 3
+    with LLM(folder, **options) as llm:
+        for name, tokens in texts.items():
+            [expected] = llm.generate({"prompt_token_ids": tokens}, params, lora_request=name)
+            llm.reset_prefix_cache()
+            with llm.load(tmp_path / f"{name}.text", lora_request=name) as branch:
+                found = branch.generate(params)
+                assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+                assert found.metrics.num_cached_tokens >= 32
+            for other in {None, "a", "b"} - {name}:
+                with pytest.raises(SnapshotError, match="the same lora_request"):
+                    llm.load(tmp_path / f"{name}.text", lora_request=other)

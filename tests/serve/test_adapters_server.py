@@ -12,6 +12,7 @@ import pytest
 from serving import RunningServer, model_folder, running_server, sse_events
 
 from adapter_files import adapter_folder
+from bifolio.api.messages import SnapshotSettings
 
 ASK: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 10, "temperature": 0}
 
@@ -55,8 +56,8 @@ def test_each_adapter_is_a_model(server: RunningServer) -> None:
         assert http.get("/v1/models/a1").json()["parent"] == "tiny"
     refused = post(server, "/v1/completions", {**ASK, "model": "a3"}, 404)["error"]
     assert "'a3' does not exist; this server has 'tiny', 'a1', 'a2'" in refused["message"]
-    refused = post(server, "/v1/branches", {"prompt": "x", "model": "a1"}, 400)["error"]
-    assert "is an adapter, and this call is for the model itself: pass 'tiny'" in refused["message"]
+    for name in ("tiny", "a1"):
+        assert post(server, "/v1/branches", {"prompt": "x", "model": name})["model"] == name
     vectors = [post(server, "/v1/embeddings", {"input": "x", "model": name}, 200)["data"] for name in ("tiny", "a1")]
     assert vectors[0] != vectors[1]
 
@@ -182,8 +183,8 @@ def test_scales_for_all_requests_that_name_no_adapter(changing: RunningServer, s
         assert http.get("/lora-adapters").status_code == 200
 
 
-def test_receipts_and_branches_are_those_of_the_base(changing: RunningServer) -> None:
-    """A receipt holds no adapter, and the blocks of a branch are those of the base: scales change neither."""
+def test_receipts_are_those_of_the_base_and_branches_keep_their_adapters(changing: RunningServer) -> None:
+    """A receipt holds no adapter, and a branch goes on with those that it was opened with: scales change neither."""
     change(changing, "load", lora_name="n1", lora_path=str(adapter(1)), load_inplace=True)
     refused = post(changing, "/v1/completions", {**ASK, "model": "n1", "receipt": True}, 400)["error"]
     assert "cannot hold the adapters of a request" in refused["message"]
@@ -198,6 +199,10 @@ def test_receipts_and_branches_are_those_of_the_base(changing: RunningServer) ->
         )
         answer = post(changing, f"/v1/branches/{branch}/generate", {"max_tokens": 10, "temperature": 0})
         assert answer["choices"][0]["text"] == plain
+        scaled = post(changing, "/v1/branches", {"prompt": "Once upon"})
+        assert scaled["model"] == "n1"
+        answer = post(changing, f"/v1/branches/{scaled['id']}/generate", {"max_tokens": 10, "temperature": 0})
+        assert (answer["model"], answer["choices"][0]["text"]) == ("n1", text(changing, "n1"))
         http.post("/lora-adapters", json=[], headers=admin)
         http.delete(f"/v1/branches/{branch}")
     assert post(changing, "/v1/completions", {**ASK, "receipt": True})["receipt"]["format"]
@@ -211,3 +216,40 @@ def test_changes_need_the_admin_key(changing: RunningServer, server: RunningServ
     assert "is the name of the model" in named["error"]["message"]
     missing = change(changing, "load", 400, lora_name="new", lora_path="/nowhere")
     assert "is no adapter" in missing["error"]["message"]
+
+
+def test_conversations_with_an_adapter_survive(tmp_path: Path) -> None:
+    """Branches, snapshots and pinned sessions go on with their adapter, over the blocks that it computed."""
+    prompt = "Once upon a time a little fox lived in a quiet wood and sang."
+    engine = {"lora_modules": {f"a{seed}": str(adapter(seed)) for seed in (1, 2)}, "block_size": 4, "num_blocks": 200}
+    place = SnapshotSettings(str(tmp_path), 1 << 30)
+    ask = {"max_tokens": 6, "temperature": 0}
+    with running_server(engine=engine, snapshots=place) as server:
+        branch = post(server, "/v1/branches", {"prompt": prompt, "model": "a1"})
+        fork = post(server, f"/v1/branches/{branch['id']}/fork", {})["data"][0]
+        assert branch["model"] == fork["model"] == "a1"
+        alone = post(server, "/v1/completions", {**ask, "prompt": prompt, "model": "a1"})["choices"][0]["text"]
+        for one in (branch, fork):
+            answer = post(server, f"/v1/branches/{one['id']}/generate", {**ask, "model": "a1"})
+            assert (answer["model"], answer["choices"][0]["text"]) == ("a1", alone)
+        for other in ("a2", "tiny"):
+            wrong = post(server, f"/v1/branches/{fork['id']}/generate", {**ask, "model": other}, 400)
+            assert wrong["error"]["param"] == "model"
+        refused = post(server, f"/v1/branches/{fork['id']}/generate", {**ask, "receipt": True}, 400)
+        assert "adapters of a request" in refused["error"]["message"]
+        assert post(server, "/v1/branches", {"prompt": prompt, "model": "a3"}, 404)["error"]["param"] == "model"
+        post(server, "/v1/snapshots", {"branch": branch["id"], "id": "fox"})
+        expected = post(server, f"/v1/branches/{branch['id']}/generate", ask)["choices"][0]["text"]
+        post(server, "/v1/completions", {**ask, "prompt": prompt, "model": "a1", "session_id": "talk", "pin": True})
+    with running_server(engine=engine, snapshots=place) as server:
+        longer = {**ask, "prompt": prompt + alone, "model": "a1", "session_id": "talk"}
+        again = post(server, "/v1/completions", longer)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32  # those of the prompt
+        for other in (None, "a2"):
+            wrong = post(server, "/v1/snapshots/fox/restore", {"model": other}, 400)["error"]["message"]
+            assert "saved with an adapter" in wrong
+        restored = post(server, "/v1/snapshots/fox/restore", {"model": "a1"})
+        answer = post(server, f"/v1/branches/{restored['id']}/generate", ask)
+        assert (restored["model"], answer["choices"][0]["text"]) == ("a1", expected)
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] - 8

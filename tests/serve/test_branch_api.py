@@ -166,12 +166,15 @@ def test_a_branch_that_is_not_used_is_closed(server: RunningServer, http: httpx.
     assert server.wait_idle()["num_used_blocks"] == 0
 
 
-def test_a_key_has_a_number_of_branches(http: httpx.Client) -> None:
-    name = opened(http)
-    for _ in range(text_branches.MAX_BRANCHES_PER_KEY // 256 - 1):
-        post(http, f"/v1/branches/{name}/fork", n=256)
-    post(http, f"/v1/branches/{name}/fork", n=255)
-    assert "close those" in post(http, f"/v1/branches/{name}/fork", 400, n=1)["error"]["message"]
+def test_a_key_has_a_number_of_branches(server: RunningServer) -> None:
+    with server.http(KEYS[1]) as http:
+        name = opened(http)
+        for _ in range(text_branches.MAX_BRANCHES_PER_KEY // 256 - 1):
+            post(http, f"/v1/branches/{name}/fork", n=256)
+        post(http, f"/v1/branches/{name}/fork", n=255)
+        assert "close those" in post(http, f"/v1/branches/{name}/fork", 400, n=1)["error"]["message"]
+    with server.http(KEYS[0]) as http:
+        http.delete(f"/v1/branches/{opened(http)}")  # another key has room
 
 
 def test_an_answer_carries_a_receipt(http: httpx.Client) -> None:

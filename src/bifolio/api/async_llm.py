@@ -95,11 +95,12 @@ class AsyncLLM:
             lambda: self._growing(wanted, sampling_params, priority, request_id, lora_request),
         )
 
-    async def open(self, prompt: Prompt) -> AsyncBranch:
+    async def open(self, prompt: Prompt, *, lora_request: LoRA = None) -> AsyncBranch:
         """Compute a prompt and hold it as an `AsyncBranch`, as `LLM.open` does."""
         tokens = await asyncio.to_thread(self.llm.prompt_tokens, prompt)
+        [adapter] = await asyncio.to_thread(self.llm.adapters_for, lora_request, 1)
         ids = as_token_ids(tokens.token_ids)
-        state = await self.with_engine(lambda: self.llm.branches.open(ids, images=tokens.images))
+        state = await self.with_engine(lambda: self.llm.branches.open(ids, images=tokens.images, adapter=adapter))
         return await AsyncBranch(self, state).compute()
 
     async def beam_search(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from bifolio.api.async_llm import AsyncLLM
     from bifolio.api.llm import LLM
+    from bifolio.engine.adapters import LoadedAdapter
     from bifolio.engine.engine import InferenceEngine
 
 Text: TypeAlias = str | Sequence[int]  # text or token ids
@@ -46,6 +47,11 @@ class _Tokens:
     def answer_token_ids(self) -> list[int]:
         """The tokens behind the last ones that were appended."""
         return self._state.token_ids[self._state.num_prompt :]
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """The adapter that the branch was opened with; None: the base."""
+        return self._state.adapter
 
     @property
     def text(self) -> str:

@@ -29,6 +29,7 @@ class BranchCall(msgspec.Struct, tag="branch", omit_defaults=True):
     cache_salt: bytes = b""  # of a snapshot, behind the salt of the key
     response: str = ""  # name of a stored response that is saved
     recompute: bool = False  # tokens of a snapshot of another arithmetic
+    adapters: list[tuple[str, float]] = []  # names with factors, of a text to open, to save or to restore
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True):
@@ -59,3 +60,4 @@ class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
     token_ids: bytes = b""  # i32[t], where they were asked for
     blocks: list[int] = []  # of the cache that hold its tokens, where they were asked for
     snapshots: list[SnapshotInfo] = []
+    adapters: list[tuple[str, float]] = []  # names with factors, as it was opened

@@ -190,22 +190,29 @@ class LLM(EngineVerbs, PoolingCalls):
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
         return self._run(batch, params, priorities, use_tqdm, lora_request, receipts)
 
-    def open(self, prompt: Prompt) -> Branch:
+    def open(self, prompt: Prompt, *, lora_request: LoRA = None) -> Branch:
         """Compute a prompt and hold it as a `Branch`: to fork, append to, generate from, score and cut it."""
-        tokens = self.prompt_tokens(prompt)
-        state = self.with_engine(lambda: self.branches.open(as_token_ids(tokens.token_ids), images=tokens.images))
+        tokens, [adapter] = self.prompt_tokens(prompt), self.adapters_for(lora_request, 1)
+        ids = as_token_ids(tokens.token_ids)
+        state = self.with_engine(lambda: self.branches.open(ids, images=tokens.images, adapter=adapter))
         return Branch(self, state).compute()
 
-    def save(self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None) -> int:
+    def save(
+        self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None, lora_request: LoRA = None
+    ) -> int:
         """Write a branch, an output or tokens with their cached blocks to a file; its bytes.
 
-        `notes` are kept with it: values of JSON.
+        `notes` are kept with it: values of JSON. `lora_request` is the adapter that an output or tokens were computed
+        with; a branch has its own.
         """
-        return save(self, text, path, notes)
+        return save(self, text, path, notes, lora_request)
 
-    def load(self, path: str | Path, *, recompute: bool = False) -> Branch:
-        """Continue a saved text, bit for bit. Another arithmetic is refused, or its tokens are computed again."""
-        return load(self, path, recompute)[0]
+    def load(self, path: str | Path, *, recompute: bool = False, lora_request: LoRA = None) -> Branch:
+        """Continue a saved text, bit for bit, with the adapter that it was saved with.
+
+        Another arithmetic is refused, or its tokens are computed again.
+        """
+        return load(self, path, recompute, lora_request)[0]
 
     def beam_search(
         self,

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from bifolio.adapter_salt import digest_of_adapter
 from bifolio.api.branch import Branch
+from bifolio.api.lora import LoRA
 from bifolio.api.outputs import RequestOutput
 from bifolio.engine.requests import as_token_ids
 from bifolio.engine.tiers.snapshots import Snapshot, capture, read_snapshot, restore, write_snapshot
@@ -18,22 +20,31 @@ if TYPE_CHECKING:
 Saved: TypeAlias = "Branch | RequestOutput | Sequence[int]"
 
 
-def save(llm: LLM, text: Saved, path: str | Path, notes: dict[str, Any] | None = None) -> int:
+def save(
+    llm: LLM, text: Saved, path: str | Path, notes: dict[str, Any] | None = None, lora_request: LoRA = None
+) -> int:
     """Write a text with its blocks; the bytes of the file."""
     if isinstance(text, Branch):
+        if lora_request is not None:
+            raise RequestError("a branch has the adapter that it was opened with: leave lora_request out")
         text.compute()
+        adapter = text.adapter
+    else:
+        [adapter] = llm.adapters_for(lora_request, 1)
     tokens, num_prompt = _tokens_of(text)
-    snapshot = llm.with_engine(lambda: capture(llm.engine, tokens, num_prompt=num_prompt, notes=notes))
+    digest = digest_of_adapter(adapter)
+    snapshot = llm.with_engine(lambda: capture(llm.engine, tokens, num_prompt=num_prompt, notes=notes, adapter=digest))
     return write_snapshot(Path(path).expanduser(), snapshot)
 
 
-def load(llm: LLM, path: str | Path, recompute: bool = False) -> tuple[Branch, Snapshot]:
+def load(llm: LLM, path: str | Path, recompute: bool = False, lora_request: LoRA = None) -> tuple[Branch, Snapshot]:
     """The text as a branch, whose blocks are in the cache, and the snapshot."""
     snapshot = read_snapshot(Path(path).expanduser())
+    [adapter] = llm.adapters_for(lora_request, 1)
 
     def opened() -> Branch:
-        restore(llm.engine, snapshot, recompute=recompute)
-        state = llm.branches.open(snapshot.token_ids)
+        restore(llm.engine, snapshot, recompute=recompute, adapter=digest_of_adapter(adapter))
+        state = llm.branches.open(snapshot.token_ids, adapter=adapter)
         state.num_prompt = min(snapshot.num_prompt, len(snapshot.token_ids))
         return Branch(llm, state)
 

@@ -31,6 +31,7 @@ class Session:
     salt: bytes
     expires: float  # of `time.monotonic`
     token_ids: array[int] | None = None  # of a pinned one
+    adapter: bytes = b""  # digest of the adapter of its blocks; empty: of the base
     num_protected: int = 0  # leading blocks
 
 

@@ -21,13 +21,21 @@ class RetainingBlocks:
     _tables: dict[int, BlockTable]
     _pool: BlockPool
 
-    def protect(self, sequence_id: int, owner: str, hint: SessionHint, token_ids: Sequence[int], salt: bytes) -> None:
+    def protect(
+        self,
+        sequence_id: int,
+        owner: str,
+        hint: SessionHint,
+        token_ids: Sequence[int],
+        salt: bytes,
+        adapter: bytes = b"",
+    ) -> None:
         """Evict the committed blocks of a sequence last, when it has ended."""
         with self.lock:
             chain = tuple(find_table(self._tables, sequence_id).chain)
             expires = math.inf if hint.pin else time.monotonic() + hint.seconds
             tokens = array("i", token_ids) if hint.pin else None
-            self._pool.retention.note(Session(owner, hint, chain, len(token_ids), salt, expires, tokens))
+            self._pool.retention.note(Session(owner, hint, chain, len(token_ids), salt, expires, tokens, adapter))
 
     def sessions(self) -> list[tuple[Session, int]]:
         """All conversations, the newest first, with the number of their blocks in the cache."""

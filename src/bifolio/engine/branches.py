@@ -21,6 +21,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import EmptyPromptError, RequestError
 from bifolio.images import PromptImage
@@ -51,6 +52,7 @@ class BranchState:
     tail: list[int] = field(default_factory=list)
     num_prompt: int = 0  # tokens before the answer
     images: tuple[PromptImage, ...] = ()  # among these tokens
+    adapter: LoadedAdapter | None = None  # of its passes; None: the base
     changing: Request | None = None  # of the operation that will change it
     is_closed: bool = False
 
@@ -83,12 +85,13 @@ class BranchOwner:
         salt: bytes = b"",
         owner: str = "",
         images: tuple[PromptImage, ...] = (),
+        adapter: LoadedAdapter | None = None,
     ) -> BranchState:
         """A branch of these tokens; `missing` computes them."""
         if not len(token_ids):
             raise EmptyPromptError("a branch begins with at least one token: pass a prompt")
         tokens = list(token_ids)
-        return BranchState(salt, owner, tail=tokens, num_prompt=len(tokens), images=images)
+        return BranchState(salt, owner, tail=tokens, num_prompt=len(tokens), images=images, adapter=adapter)
 
     def append(self, branch: BranchState, token_ids: Sequences[int], *, to_answer: bool = False) -> None:
         """Add tokens; they end the answer, unless they belong to it."""
@@ -234,7 +237,7 @@ class BranchOwner:
             self._drop(self._abandoned.popleft())
         trunk = branch.trunk
         options.setdefault("owner", branch.owner)
-        options["images"] = branch.images
+        options["images"], options["adapter"] = branch.images, branch.adapter
         if trunk is not None and self._engine.batcher.kept(trunk.request_id) is not None:
             return self._engine.fork(
                 trunk.request_id, request_id, token_ids, params, num_kept=branch.num_kept, **options

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from bifolio.adapter_salt import digest_of_adapter
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.counts import whole
 from bifolio.errors import ConfigError, RequestError
@@ -362,7 +363,8 @@ class ContinuousBatcher:
             return
         request, hint = sequence.request, sequence.request.session
         if hint is not None and sequence.finish_reason is not None and sequence.index == 0:
-            self._blocks.protect(sequence.id, request.owner, hint, sequence.token_ids, request.salt)
+            adapter = digest_of_adapter(request.adapter)
+            self._blocks.protect(sequence.id, request.owner, hint, sequence.token_ids, request.salt, adapter)
         if keep_blocks:
             self._blocks.rest(sequence.id)
         else:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bifolio.adapter_salt import salt_of_adapter
 from bifolio.cache.digests import root_digest
 from bifolio.engine.transfer.blocks import Arrival, Sizes, read_blocks
 from bifolio.engine.transfer.states import read_state
@@ -51,6 +52,7 @@ class Snapshot:
     blocks: list[np.ndarray]  # u8[block bytes] each
     state: np.ndarray | None  # u8[state bytes] behind the last block, of a hybrid
     notes: dict[str, Any]  # of the caller, such as the messages of a conversation
+    adapter: str = ""  # digest of the adapter that computed the blocks; empty: the base did
 
 
 def capture(
@@ -59,28 +61,40 @@ def capture(
     *,
     num_prompt: int | None = None,
     salt: bytes = b"",
+    adapter: bytes = b"",
     notes: dict[str, Any] | None = None,
     with_blocks: bool = True,
 ) -> Snapshot:
-    """A text with the blocks of its prefix that the cache holds; on the thread that owns the engine."""
+    """A text with the blocks of its prefix that the cache holds; on the thread that owns the engine.
+
+    `adapter` is the digest of the one that computed the blocks; empty: the base did.
+    """
     tokens = list(token_ids)
     vision = engine.model.vision
     if vision is not None and vision.row_token in tokens:
         raise SnapshotError("a text with images cannot be saved yet: save the text without them")
-    salts = _salts(engine, salt)
+    salts = _salts(engine, salt, adapter)
     full = max(salts, key=lambda one: engine.blocks.cached_prefix_length(tokens, salt=one))
     blocks = read_blocks(engine, tokens, full, 0, len(tokens)) if with_blocks else []
     state = read_state(engine, tokens, full, len(blocks))
     model, numerics = engine.digests.of(engine.model)
     return Snapshot(
         tokens, len(tokens) if num_prompt is None else num_prompt, model, numerics, root_digest(full).hex(),
-        engine.blocks.block_size, blocks, state, notes or {},
+        engine.blocks.block_size, blocks, state, notes or {}, adapter.hex(),
     )  # fmt: skip
 
 
-def restore(engine: InferenceEngine, snapshot: Snapshot, *, salt: bytes = b"", recompute: bool = False) -> int:
+def restore(
+    engine: InferenceEngine,
+    snapshot: Snapshot,
+    *,
+    salt: bytes = b"",
+    adapter: bytes | None = None,
+    recompute: bool = False,
+) -> int:
     """Store the blocks in the cache; the tokens that it now holds. On the thread that owns the engine.
 
+    `adapter` is the digest of the one that the text goes on with, which must be that of the blocks; None: not known.
     Blocks of another block size, and those that have no room, are computed again by the next request, with the same
     bits. Other arithmetic gives other bits: it is refused, unless the caller asks to `recompute`.
     """
@@ -90,7 +104,11 @@ def restore(engine: InferenceEngine, snapshot: Snapshot, *, salt: bytes = b"", r
     vocabulary = engine.model.config.vocab_size
     if not all(type(token) is int and 0 <= token < vocabulary for token in snapshot.token_ids):
         raise SnapshotError(f"the snapshot has tokens outside the vocabulary of {vocabulary}: it cannot be used")
-    full = next((one for one in _salts(engine, salt) if root_digest(one).hex() == snapshot.root), None)
+    if adapter is not None and adapter.hex() != snapshot.adapter:
+        saved = "an adapter, or another version of it" if snapshot.adapter else "the model itself"
+        raise SnapshotError(f"the snapshot was saved with {saved}: load it with the same lora_request")
+    salts = _salts(engine, salt, bytes.fromhex(snapshot.adapter))
+    full = next((one for one in salts if root_digest(one).hex() == snapshot.root), None)
     if full is None:
         raise SnapshotError("the snapshot was saved under another key: load it with that one")
     if snapshot.numerics != numerics:
@@ -127,6 +145,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
     header = {
         "token_ids": snapshot.token_ids, "num_prompt": snapshot.num_prompt, "model": snapshot.model,
         "numerics": snapshot.numerics, "root": snapshot.root, "block_size": snapshot.block_size,
+        "adapter": snapshot.adapter,
         "blocks": [block.nbytes for block in snapshot.blocks],
         "state": 0 if snapshot.state is None else snapshot.state.nbytes, "notes": snapshot.notes,
     }  # fmt: skip
@@ -205,10 +224,11 @@ def _parsed(data: np.ndarray) -> Snapshot:
     return Snapshot(
         list(header["token_ids"]), int(header["num_prompt"]), str(header["model"]), str(header["numerics"]),
         str(header["root"]), int(header["block_size"]), blocks, state, dict(header["notes"]),
+        bytes.fromhex(header.get("adapter", "")).hex(),
     )  # fmt: skip
 
 
-def _salts(engine: InferenceEngine, salt: bytes) -> list[bytes]:
+def _salts(engine: InferenceEngine, salt: bytes, adapter: bytes) -> list[bytes]:
     """The salts of block digests that a key may have: two for models with two sets of rotation frequencies."""
     ropes = [None] if short_context(engine.model.config) is None else [0, LONG_ROPE]
-    return [salt_of_rope(rope, salt) for rope in ropes]
+    return [salt_of_adapter(adapter, salt_of_rope(rope, salt)) for rope in ropes]

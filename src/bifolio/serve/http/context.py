@@ -17,7 +17,7 @@ from bifolio.model.loaded import TextModel
 from bifolio.serve.helpers.grammar_checks import GrammarChecks
 from bifolio.serve.helpers.helper import Helper, new_helper
 from bifolio.serve.http.auth import Tenant
-from bifolio.serve.http.errors import ApiError, bad_request, queue_full
+from bifolio.serve.http.errors import ApiError, queue_full
 from bifolio.serve.http.receipt_files import ReceiptFiles
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.http.token_text import TokenTexts
@@ -183,13 +183,6 @@ class ServerContext:
         """Refuse a name that is neither the model's nor that of an adapter."""
         self.adapters_of(wanted)
 
-    def check_base(self, wanted: str | None) -> None:
-        """Refuse a name that is not the model's own."""
-        if self.adapters_of(wanted):
-            raise bad_request(
-                f"{wanted!r} is an adapter, and this call is for the model itself: pass {self.name!r}", "model"
-            )
-
     def adapters_of(self, wanted: str | None) -> list[tuple[str, float]]:
         """The adapters, with factors, of a request to a model: the model's name and none stand for the base."""
         if wanted is None or wanted in ("", self.name):
@@ -204,6 +197,10 @@ class ServerContext:
             "model_not_found",
             param="model",
         )
+
+    def adapters_for(self, wanted: str | None) -> list[tuple[str, float]]:
+        """The adapters, with factors, of a request to a model; the base has those that `POST /lora-adapters` scales."""
+        return self.adapters_of(wanted) or self.scaled_adapters()
 
     def scaled_adapters(self) -> list[tuple[str, float]]:
         """The adapters, with factors, of requests that name none (`POST /lora-adapters`)."""

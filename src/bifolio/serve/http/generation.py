@@ -91,7 +91,7 @@ class Job:
             stream_options.interval_ms / 1000,
             transfer_params=request.kv_transfer_params,
             model=request.model or context.name,
-            adapters=context.adapters_of(request.model) or context.scaled_adapters(),
+            adapters=context.adapters_for(request.model),
             wants_receipt=wanted_receipt(request, len(prompts)),
             session=session_of(request, len(prompts)),
         )
@@ -153,9 +153,9 @@ class Run:
     # -- life --------------------------------------------------------------------------------------------------------
     def start(self) -> None:
         job, engine = self.job, self.context.engine
-        adapters = [] if job.branch else job.adapters  # a branch has the blocks of the base
         if job.wants_receipt:
-            check_held(images=bool(job.images), adapters=bool(adapters))
+            check_held(images=bool(job.images), adapters=bool(job.adapters))
+        adapters = [] if job.branch else job.adapters  # a branch has those that it was opened with
         salt = job.tenant.salt + (job.cache_salt or "").encode()
         key = job.tenant.name
         if not job.tenant.has_key:  # without keys, concurrent requests take turns as if each came from another client
@@ -185,7 +185,7 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
-                    job.wants_receipt or (self.context.receipts is not None and not (job.images or adapters)),
+                    job.wants_receipt or (self.context.receipts is not None and not (job.images or job.adapters)),
                     [Image.of(image) for image in job.images],
                     adapters,
                     job.session,

@@ -145,16 +145,23 @@ class EngineService:
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
             WeightControl(self.llm, self.thread, self._weights, message, self.send).run()
-        elif isinstance(message, m.BranchCall) and message.verb in VERBS:
-            self.snapshots.handle(message)
+        elif isinstance(message, m.BranchCall) and message.adapters:
+            found = partial(self._call_branch, message)
+            self._adapters.find(message.id, message.adapters, message.share, found, self._refuse_early)
         elif isinstance(message, m.BranchCall):
-            self._post(message.id, lambda engine: self._branches.call(engine, message))
+            self._call_branch(message, None)
         elif isinstance(message, m.Remember | m.Recall):
             self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Adapt):
             self._adapters.change(message, self.send)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _call_branch(self, message: m.BranchCall, adapter: LoadedAdapter | None) -> None:
+        if message.verb in VERBS:
+            self.snapshots.handle(message, adapter)
+        else:
+            self._post(message.id, lambda engine: self._branches.call(engine, message, adapter))
 
     def _identify_first(self, message: m.Start) -> None:
         """Digest the model beside the engine, which the first receipt needs: it reads all weights."""

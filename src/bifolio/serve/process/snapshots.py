@@ -20,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any, get_args
 
+from bifolio.adapter_salt import digest_of_adapter
 from bifolio.api import messages as m
 from bifolio.api.llm import LLM
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.tiers.snapshots import Snapshot, capture, read_snapshot, restore
@@ -54,21 +56,21 @@ class SlotTexts:
     """The newest text of every slot and client, which llama.cpp's slot files save."""
 
     def __init__(self) -> None:
-        self._texts: dict[tuple[int, str], tuple[Request | list[int], bytes]] = {}
+        self._texts: dict[tuple[int, str], tuple[Request | list[int], bytes, bytes]] = {}
 
     def taken(self, slot: int, owner: str, request: Request) -> None:
-        self._texts[slot, owner] = request, request.salt
+        self._texts[slot, owner] = request, request.salt, digest_of_adapter(request.adapter)
 
-    def restored(self, slot: int, owner: str, tokens: list[int], salt: bytes) -> None:
-        self._texts[slot, owner] = tokens, salt
+    def restored(self, slot: int, owner: str, snapshot: Snapshot, salt: bytes) -> None:
+        self._texts[slot, owner] = snapshot.token_ids, salt, bytes.fromhex(snapshot.adapter)
 
-    def find(self, slot: int, owner: str) -> tuple[list[int], bytes]:
-        """(Tokens, salt)"""
+    def find(self, slot: int, owner: str) -> tuple[list[int], bytes, bytes]:
+        """(Tokens, salt, digest of the adapter)"""
         found = self._texts.get((slot, owner))
         if found is None:
             raise RequestError(f"slot {slot} has no text of this key: send a request first")
-        text, salt = found
-        return (list(text) if isinstance(text, list) else list(text.sequences[0].token_ids)), salt
+        text, salt, adapter = found
+        return (list(text) if isinstance(text, list) else list(text.sequences[0].token_ids)), salt, adapter
 
     def erase(self, slot: int, owner: str) -> int:
         count = len(self.find(slot, owner)[0])
@@ -100,14 +102,16 @@ class Snapshots:
         self._conversations.on_deleted = self._remove_deleted
 
     # -- verbs of clients ----------------------------------------------------------------------------------------------
-    def handle(self, message: m.BranchCall) -> None:
-        """Run a verb and answer later."""
+    def handle(self, message: m.BranchCall, adapter: LoadedAdapter | None = None) -> None:
+        """Run a verb and answer later; `adapter` is that of the message."""
         begin: dict[str, Callable[[m.BranchCall], None]] = {
-            "save": lambda call: self._thread.post(lambda engine: self._guarded(call, self._save, engine)),
+            "save": lambda call: self._thread.post(
+                lambda engine: self._guarded(call, self._save, engine, digest_of_adapter(adapter))
+            ),
             "save_slot": lambda call: self._thread.post(lambda engine: self._guarded(call, self._save_slot, engine)),
             "erase_slot": lambda call: self._thread.post(lambda engine: self._guarded(call, self._erase_slot, engine)),
-            "restore": lambda call: self._on_worker(call, self._read),
-            "restore_slot": lambda call: self._on_worker(call, self._read),
+            "restore": lambda call: self._on_worker(call, self._read, adapter),
+            "restore_slot": lambda call: self._on_worker(call, self._read, None),
             "list": lambda call: self._on_worker(call, self._list),
             "forget": lambda call: self._on_worker(call, self._forget),
             "list_sessions": lambda call: self._on_worker(call, self._list_sessions),
@@ -131,15 +135,16 @@ class Snapshots:
             logger.exception("a verb on snapshots failed")
             self._send(m.Refused(message.id, FaultKind.ENGINE_ERROR, f"the snapshot failed: {type(error).__name__}"))
 
-    def _on_worker(self, message: m.BranchCall, verb: Callable[[m.BranchCall], None]) -> None:
-        self._worker.submit(self._guarded, message, verb)
+    def _on_worker(self, message: m.BranchCall, verb: Callable[..., None], *arguments: Any) -> None:
+        self._worker.submit(self._guarded, message, verb, *arguments)
 
-    def _save(self, message: m.BranchCall, engine: InferenceEngine) -> None:
+    def _save(self, message: m.BranchCall, engine: InferenceEngine, adapter: bytes) -> None:
         """On the engine's thread: copy the blocks, and queue the file."""
         cache_salt, num_prompt = message.cache_salt, None
         if message.name:
-            tokens, full, num_prompt = self._branches.text_of(message.name, message.owner)
-            cache_salt = full[len(message.salt) :]
+            branch = self._branches.state_of(message.name, message.owner)
+            tokens, num_prompt, cache_salt = branch.token_ids, branch.num_prompt, branch.salt[len(message.salt) :]
+            adapter = digest_of_adapter(branch.adapter)
         elif message.response:
             entry = self._conversations.find(message.response, message.owner)
             if entry is None:
@@ -147,11 +152,11 @@ class Snapshots:
             tokens = array("i", entry.token_ids).tolist()
         else:
             tokens = message.token_ids
-        self._write(message, engine, tokens, cache_salt, num_prompt)
+        self._write(message, engine, tokens, cache_salt, num_prompt, adapter)
 
     def _save_slot(self, message: m.BranchCall, engine: InferenceEngine) -> None:
-        tokens, salt = self.slots.find(message.count, message.owner)
-        self._write(message, engine, tokens, salt[len(message.salt) :], None)
+        tokens, salt, adapter = self.slots.find(message.count, message.owner)
+        self._write(message, engine, tokens, salt[len(message.salt) :], None, adapter)
 
     def _write(
         self,
@@ -160,35 +165,42 @@ class Snapshots:
         tokens: list[int],
         cache_salt: bytes,
         num_prompt: int | None,
+        adapter: bytes,
     ) -> None:
         files = self._opened()
         path = files.path(message.salt, message.file)
         notes = {"cache_salt": base64.b64encode(cache_salt).decode()}
         salt = message.salt + cache_salt
-        snapshot = capture(engine, tokens, num_prompt=num_prompt, salt=salt, notes=notes)
+        snapshot = capture(engine, tokens, num_prompt=num_prompt, salt=salt, adapter=adapter, notes=notes)
         self._on_worker(message, lambda call: self._answer(call, [files.write(path, snapshot, call.salt)]))
 
-    def _read(self, message: m.BranchCall) -> None:
+    def _read(self, message: m.BranchCall, adapter: LoadedAdapter | None) -> None:
         """On the worker: read the file, and queue its way into the cache."""
         files = self._opened()
         path = files.find(message.salt, message.file)
         snapshot, info = read_snapshot(path), files.info(path)
-        self._thread.post(lambda engine: self._guarded(message, self._restore, engine, snapshot, info))
+        self._thread.post(lambda engine: self._guarded(message, self._restore, engine, snapshot, info, adapter))
 
     def _restore(
-        self, message: m.BranchCall, engine: InferenceEngine, snapshot: Snapshot, info: m.SnapshotInfo
+        self,
+        message: m.BranchCall,
+        engine: InferenceEngine,
+        snapshot: Snapshot,
+        info: m.SnapshotInfo,
+        adapter: LoadedAdapter | None,
     ) -> None:
         try:
             cache_salt = base64.b64decode(str(snapshot.notes.get("cache_salt", "")), validate=True)
         except (binascii.Error, ValueError):
             cache_salt = b""  # not ours: the digest of the prefix tells
         salt = message.salt + cache_salt
-        restore(engine, snapshot, salt=salt, recompute=message.recompute)
+        digest = digest_of_adapter(adapter) if message.verb == "restore" else None
+        restore(engine, snapshot, salt=salt, adapter=digest, recompute=message.recompute)
         if message.verb == "restore_slot":
-            self.slots.restored(message.count, message.owner, snapshot.token_ids, salt)
+            self.slots.restored(message.count, message.owner, snapshot, salt)
             self._answer(message, [info])
             return
-        reply = self._branches.adopt(message, snapshot.token_ids, salt, snapshot.num_prompt)
+        reply = self._branches.adopt(message, snapshot.token_ids, salt, snapshot.num_prompt, adapter)
         reply.snapshots = [info]
         self._send(reply)
 
@@ -279,8 +291,8 @@ class Snapshots:
                 continue
             try:
                 snapshot = capture(
-                    engine, session.token_ids, salt=session.salt, notes={"session": session.hint.name},
-                    with_blocks=engine.tiers is None,
+                    engine, session.token_ids, salt=session.salt, adapter=session.adapter,
+                    notes={"session": session.hint.name}, with_blocks=engine.tiers is None,
                 )  # fmt: skip
             except BifolioError as error:
                 logger.info("a pinned session was not saved: %s", error)

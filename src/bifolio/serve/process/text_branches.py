@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bifolio.api import messages as m
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.branches import BranchOwner, BranchState
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import FaultKind, RequestError
@@ -35,6 +36,7 @@ class Entry:
     owner: str  # name of the tenant
     share: str  # key or address of the client
     seconds: float  # time to live after the last use
+    adapters: list[tuple[str, float]]  # names with factors, as it was opened
     used: float = 0.0
 
 
@@ -53,18 +55,22 @@ class BranchTable:
         return len(self._entries)
 
     # -- verbs -------------------------------------------------------------------------------------------------------
-    def call(self, engine: InferenceEngine, message: m.BranchCall) -> None:
-        """Run a verb and answer, at once or when the tokens that it needs are computed."""
+    def call(self, engine: InferenceEngine, message: m.BranchCall, adapter: LoadedAdapter | None = None) -> None:
+        """Run a verb and answer, at once or when the tokens that it needs are computed.
+
+        `adapter` is that of a branch to open.
+        """
         try:
             self.expire()
-            getattr(self, f"_{message.verb}")(engine, message)
+            if message.verb == "open":
+                self._open(message, adapter)
+            else:
+                getattr(self, f"_{message.verb}")(engine, message)
         except RequestError as error:
             self._send(m.Refused(message.id, error.fault, str(error)))
 
-    def _open(self, engine: InferenceEngine, message: m.BranchCall) -> None:
-        self._check_room(message.share, 1)
-        state = self._branches.open(message.token_ids, salt=message.salt, owner=message.share)
-        entry = self._add(Entry(state, f"branch_{secrets.token_hex(12)}", message.owner, message.share, _life(message)))
+    def _open(self, message: m.BranchCall, adapter: LoadedAdapter | None) -> None:
+        entry = self._opened(message, message.token_ids, message.salt, adapter)
         try:
             self._compute(entry, message, lambda: self._answer(message, entry, [entry.name]))
         except BaseException:
@@ -98,7 +104,7 @@ class BranchTable:
             self._check_room(message.share, message.count)
             forks = [
                 Entry(self._branches.fork(entry.state), f"branch_{secrets.token_hex(12)}", entry.owner, message.share,
-                      entry.seconds)
+                      entry.seconds, entry.adapters)
                 for _ in range(message.count)
             ]  # fmt: skip
             self._answer(message, entry, [self._add(fork).name for fork in forks])
@@ -113,18 +119,21 @@ class BranchTable:
         self._drop(entry)
         self._answer(message, entry, [entry.name])
 
-    def text_of(self, name: str, owner: str) -> tuple[list[int], bytes, int]:
-        """(Tokens, salt, tokens before the answer) of a branch."""
-        state = self._entry(name, owner).state
-        return state.token_ids, state.salt, state.num_prompt
+    def state_of(self, name: str, owner: str) -> BranchState:
+        return self._entry(name, owner).state
 
-    def adopt(self, message: m.BranchCall, token_ids: list[int], salt: bytes, num_prompt: int) -> m.BranchReply:
+    def adopt(
+        self,
+        message: m.BranchCall,
+        token_ids: list[int],
+        salt: bytes,
+        num_prompt: int,
+        adapter: LoadedAdapter | None,
+    ) -> m.BranchReply:
         """A new branch of tokens whose blocks may be in the cache."""
-        self._check_room(message.share, 1)
-        state = self._branches.open(token_ids, salt=salt, owner=message.share)
-        state.num_prompt = min(num_prompt, len(token_ids))
-        entry = self._add(Entry(state, f"branch_{secrets.token_hex(12)}", message.owner, message.share, _life(message)))
-        return m.BranchReply(message.id, [entry.name], state.num_tokens, state.num_prompt, entry.seconds)
+        entry = self._opened(message, token_ids, salt, adapter)
+        entry.state.num_prompt = min(num_prompt, len(token_ids))
+        return _reply(message.id, entry, [entry.name])
 
     # -- requests ----------------------------------------------------------------------------------------------------
     def start(
@@ -210,6 +219,12 @@ class BranchTable:
                 f"{MAX_BRANCHES_PER_KEY}, all together {MAX_BRANCHES}): close those that are not needed"
             )
 
+    def _opened(self, message: m.BranchCall, token_ids: list[int], salt: bytes, adapter: LoadedAdapter | None) -> Entry:
+        self._check_room(message.share, 1)
+        state = self._branches.open(token_ids, salt=salt, owner=message.share, adapter=adapter)
+        name, seconds = f"branch_{secrets.token_hex(12)}", min(message.seconds, MAX_SECONDS)
+        return self._add(Entry(state, name, message.owner, message.share, seconds, message.adapters))
+
     def _add(self, entry: Entry) -> Entry:
         entry.used = time.monotonic()
         self._entries[entry.name] = entry
@@ -222,10 +237,11 @@ class BranchTable:
             self._branches.close(entry.state)
 
     def _answer(self, message: m.BranchCall, entry: Entry, names: list[str], *, with_tokens: bool = False) -> None:
-        state = entry.state
-        tokens = array("i", state.token_ids).tobytes() if with_tokens else b""
-        blocks = self._branches.block_ids(state) if with_tokens else []
-        self._send(m.BranchReply(message.id, names, state.num_tokens, state.num_prompt, entry.seconds, tokens, blocks))
+        reply = _reply(message.id, entry, names)
+        if with_tokens:
+            reply.token_ids = array("i", entry.state.token_ids).tobytes()
+            reply.blocks = self._branches.block_ids(entry.state)
+        self._send(reply)
 
 
 class UnknownBranchError(RequestError):
@@ -234,5 +250,6 @@ class UnknownBranchError(RequestError):
     fault = FaultKind.UNKNOWN_BRANCH
 
 
-def _life(message: m.BranchCall) -> float:
-    return min(message.seconds, MAX_SECONDS)
+def _reply(message_id: str, entry: Entry, names: list[str]) -> m.BranchReply:
+    state = entry.state
+    return m.BranchReply(message_id, names, state.num_tokens, state.num_prompt, entry.seconds, adapters=entry.adapters)

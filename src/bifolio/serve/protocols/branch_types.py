@@ -61,6 +61,7 @@ class BranchCard(msgspec.Struct):
     num_tokens: int
     num_prompt_tokens: int  # tokens before the answer
     ttl: float
+    model: str  # the base, or the adapter that it was opened with
     object: Literal["branch"] = "branch"
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # of `GET` alone
     blocks: list[int] | msgspec.UnsetType = msgspec.UNSET  # of the cache, of `GET` alone; forks share them

@@ -58,7 +58,7 @@ class ScoreCall:
 
 async def open_branch(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request, tenant = decode(await read_body(scope, receive, context.limits), t.BranchOpen), tenant_of(scope)
-    context.check_base(request.model)
+    adapters = context.adapters_for(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("a branch begins with a prompt or with messages: pass one of them", "prompt")
     if request.messages is not None:
@@ -66,33 +66,32 @@ async def open_branch(context: ServerContext, scope: Scope, receive: Receive, se
     else:
         tokens = await prompt_tokens(context, request.prompt or [], request.add_special_tokens)
     salt = tenant.salt + (request.cache_salt or "").encode()
-    call = BranchCall("", "open", token_ids=tokens, salt=salt, seconds=request.ttl)
-    await send_json(send, branch_card(await _call(context, scope, receive, call)))
+    call = BranchCall("", "open", token_ids=tokens, salt=salt, seconds=request.ttl, adapters=adapters)
+    await send_json(send, branch_card(context, await _call(context, scope, receive, call)))
 
 
 async def fork(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.BranchFork)
     reply = await _call(context, scope, receive, BranchCall("", "fork", count=request.n))
-    await send_json(send, t.BranchList([branch_card(reply, name) for name in reply.names]))
+    await send_json(send, t.BranchList([branch_card(context, reply, name) for name in reply.names]))
 
 
 async def append(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.BranchAppend)
     tokens = await prompt_tokens(context, request.prompt, special=False)
     call = BranchCall("", "append", token_ids=tokens, to_answer=request.to_answer)
-    await send_json(send, branch_card(await _call(context, scope, receive, call)))
+    await send_json(send, branch_card(context, await _call(context, scope, receive, call)))
 
 
 async def truncate(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.BranchTruncate)
-    await send_json(
-        send, branch_card(await _call(context, scope, receive, BranchCall("", "truncate", count=request.num_tokens)))
-    )
+    reply = await _call(context, scope, receive, BranchCall("", "truncate", count=request.num_tokens))
+    await send_json(send, branch_card(context, reply))
 
 
 async def look(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     reply = await _call(context, scope, receive, BranchCall("", "look"))
-    card = branch_card(reply)
+    card = branch_card(context, reply)
     card.token_ids = array("i", reply.token_ids).tolist()
     card.blocks = reply.blocks
     await send_json(send, card)
@@ -111,10 +110,14 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
         raise bad_request("a branch does not go on in beams: leave it out, or fork the branch", "beam_search")
     if request.cache_salt is not None:
         raise bad_request("a branch has the cache_salt that it was opened with: leave it out", "cache_salt")
+    if request.model and context.adapters_of(request.model) != reply.adapters:
+        raise bad_request("a branch has the model that it was opened with: leave it out", "model")
     tokens: list[str | int | list[int]] = [*array("i", reply.token_ids)]
     completion = p.CompletionRequest(prompt=tokens, **fields)
     call = await prepare_completion(context, completion, tenant_of(scope))
-    call.job.branch, call.job.branch_use = reply.names[0], "advance" if request.advance else "beside"
+    job = call.job
+    job.branch, job.branch_use = reply.names[0], "advance" if request.advance else "beside"
+    job.adapters, job.model = reply.adapters, model_of(context, reply)
     await run_call(context, call, scope, receive, send)
 
 
@@ -153,8 +156,15 @@ async def prompt_tokens(context: ServerContext, prompt: str | list[int], special
     return tokens
 
 
-def branch_card(reply: BranchReply, name: str | None = None) -> t.BranchCard:
-    return t.BranchCard(name or reply.names[0], reply.num_tokens, reply.num_prompt, reply.seconds)
+def model_of(context: ServerContext, reply: BranchReply) -> str:
+    """The model's name in the API: that of an adapter, or of the base."""
+    return "+".join(name for name, _ in reply.adapters) or context.name
+
+
+def branch_card(context: ServerContext, reply: BranchReply, name: str | None = None) -> t.BranchCard:
+    return t.BranchCard(
+        name or reply.names[0], reply.num_tokens, reply.num_prompt, reply.seconds, model_of(context, reply)
+    )
 
 
 ROUTES: tuple[RouteRow, ...] = (

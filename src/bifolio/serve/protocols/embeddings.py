@@ -32,7 +32,7 @@ async def pooled(
     model: str | None = None,
 ) -> list[bytes]:
     """The results of all texts of a request to a model or an adapter, as bytes of f32."""
-    tenant, adapters = tenant_of(scope), context.adapters_of(model) or context.scaled_adapters()
+    tenant, adapters = tenant_of(scope), context.adapters_for(model)
     own = msgspec.structs.replace(pooling, key=tenant.name, share=tenant.share, salt=tenant.salt, adapters=adapters)
     with context.admission(tenant, len(texts)):
         work = asyncio.gather(

@@ -27,6 +27,7 @@ class SnapshotSave(Strict, kw_only=True):
 class SnapshotRestore(Strict, kw_only=True):
     ttl: Annotated[float, Meta(gt=0, le=3600)] = DEFAULT_SECONDS  # of the branch, in seconds without use
     recompute: bool = False  # a snapshot of another arithmetic is computed again
+    model: Name | None = None  # the adapter that it was saved with
 
 
 class SnapshotCard(msgspec.Struct):

@@ -24,7 +24,6 @@ ACTIONS = ("save", "restore", "erase")
 
 async def save(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request, tenant = decode(await read_body(scope, receive, context.limits), t.SnapshotSave), tenant_of(scope)
-    context.check_base(request.model)
     given = [request.branch, request.response, request.prompt, request.messages]
     if sum(one is not None for one in given) != 1:
         raise bad_request("a snapshot is of a branch, a response, a prompt or messages: pass one of them", "prompt")
@@ -38,6 +37,7 @@ async def save(context: ServerContext, scope: Scope, receive: Receive, send: Sen
     call = BranchCall(
         "", "save", name=request.branch or "", response=request.response or "", token_ids=tokens,
         file=request.id or f"snap_{secrets.token_hex(12)}", cache_salt=(request.cache_salt or "").encode(),
+        adapters=_adapters(context, request),
     )  # fmt: skip
     await send_json(send, _card((await _verb(context, scope, receive, call)).snapshots[0]))
 
@@ -60,8 +60,12 @@ async def remove(context: ServerContext, scope: Scope, receive: Receive, send: S
 
 async def restore(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits) or b"{}", t.SnapshotRestore)
-    call = BranchCall("", "restore", file=scope["path_params"]["id"], seconds=request.ttl, recompute=request.recompute)
-    await send_json(send, branch_card(await _verb(context, scope, receive, call)))
+    adapters = context.adapters_for(request.model)
+    call = BranchCall(
+        "", "restore", file=scope["path_params"]["id"], seconds=request.ttl, recompute=request.recompute,
+        adapters=adapters,
+    )  # fmt: skip
+    await send_json(send, branch_card(context, await _verb(context, scope, receive, call)))
 
 
 async def slot_action(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,6 +101,15 @@ def _slot_number(context: ServerContext, text: str) -> int:
 
 async def _verb(context: ServerContext, scope: Scope, receive: Receive, call: BranchCall) -> BranchReply:
     return await branch_verb(context, scope, receive, call, name=call.name, salt=tenant_of(scope).salt)
+
+
+def _adapters(context: ServerContext, request: t.SnapshotSave) -> list[tuple[str, float]]:
+    """The adapters of a text to save; a branch has its own."""
+    if request.branch is not None:
+        if request.model:
+            raise bad_request("a branch has the model that it was opened with: leave it out", "model")
+        return []
+    return context.adapters_for(request.model)
 
 
 def _card(info: SnapshotInfo) -> t.SnapshotCard:
