@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def test_generate_answers_about_an_image(photo: Path) -> None:
     with LLM(folder) as llm:
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         (expected,) = llm.chat([{"role": "user", "content": content}], params)
+    assert json.loads(result.stdout)["outputs"][0]["token_ids"] == expected.outputs[0].token_ids
+    url = f"data:image/png;base64,{base64.b64encode(photo.read_bytes()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    lines = photo.with_name("lines.jsonl")
+    lines.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    arguments = ["generate", "-m", str(folder), "--input", str(lines), "-t", "0", "-n", "5", "--json", "--ignore-eos"]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["outputs"][0]["token_ids"] == expected.outputs[0].token_ids
 
 

@@ -104,6 +104,29 @@ def test_every_protocol_gives_the_answer_of_the_library(seeing: RunningServer) -
 
 
 @pytest.mark.full
+def test_a_branch_of_a_conversation_keeps_its_image(seeing: RunningServer) -> None:
+    texts = set()
+    with seeing.http() as client:
+        for number in (3, 4):
+            path, body = requests_of(encoded(picture(70, 30, number)), "What is it?")["chat"]
+            expected = answer_of("chat", client.post(path, json=body).json()).strip()
+            branch = client.post("/v1/branches", json={"messages": body["messages"]}).json()["id"]
+            fork = client.post(f"/v1/branches/{branch}/fork", json={}).json()["data"][0]["id"]
+            for name in (branch, fork):
+                asked = {"temperature": 0, "max_tokens": LENGTH}
+                receipt = client.post(f"/v1/branches/{name}/generate", json={**asked, "receipt": True})
+                assert "images of a prompt" in said_by(receipt.json())
+                reply = client.post(f"/v1/branches/{name}/generate", json=asked)
+                assert reply.json()["choices"][0]["text"].strip() == expected
+            scored = client.post(f"/v1/branches/{fork}/score", json={"continuations": ["a fox"]}).json()["data"][0]
+            texts.add((expected, scored["total"]))
+            for name in (branch, fork):
+                client.delete(f"/v1/branches/{name}")
+    assert len(texts) == 2
+    seeing.wait_idle()
+
+
+@pytest.mark.full
 def test_a_tower_in_a_file_of_its_own(tmp_path: Path) -> None:
     """`mmproj` reaches the engine, the front ends, and the helper that decodes images."""
     model, image = gemma3_model(), encoded(picture(70, 30, 4))

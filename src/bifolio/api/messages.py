@@ -10,18 +10,16 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from bifolio.api.branch_messages import BranchCall as BranchCall
 from bifolio.api.branch_messages import BranchReply as BranchReply
 from bifolio.api.branch_messages import BranchUse as BranchUse
+from bifolio.api.branch_messages import Image as Image
 from bifolio.api.branch_messages import SnapshotInfo as SnapshotInfo
 from bifolio.api.branch_messages import SnapshotSettings as SnapshotSettings
 from bifolio.api.branch_messages import SnapshotVerb as SnapshotVerb
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import FaultKind
-from bifolio.images import PromptImage
 from bifolio.sessions import SessionHint
 
 MAX_FRAME_BYTES = 256 << 20
@@ -53,25 +51,6 @@ class Thinking(msgspec.Struct, array_like=True):
     closing: list[int]
     forced: list[int]
     budget: int | None = None
-
-
-class Image(msgspec.Struct, array_like=True):
-    """One input of a vision tower in a prompt (`bifolio.images.PromptImage`)."""
-
-    height: int
-    width: int
-    pixels: bytes  # u8[height, width, 3]
-    places: bytes  # i32[rows]
-
-    @classmethod
-    def of(cls, image: PromptImage) -> Image:
-        height, width, _ = image.pixels.shape
-        return cls(height, width, image.pixels.tobytes(), image.places.astype("<i4").tobytes())
-
-    def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-        """Pixels u8[height, width, 3] and places i32[rows]; ValueError if they do not fit."""
-        pixels = np.frombuffer(self.pixels, np.uint8).reshape(self.height, self.width, 3)
-        return pixels, np.frombuffer(self.places, "<i4").astype(np.int32)
 
 
 class Start(msgspec.Struct, tag="start", omit_defaults=True):

@@ -38,7 +38,7 @@ class PromptLine:
             if "suffix" in self.values:
                 raise commands.BadParameter(f"{self.place}: 'suffix' follows a 'prompt', not 'messages'")
             try:
-                return {"prompt_token_ids": llm.chat_tokens(value)}
+                return llm.chat_prompt(value)
             except RequestError as error:
                 raise commands.BadParameter(f"{self.place}: {error}") from error
         if not isinstance(value, str if given[0] == "prompt" else list):

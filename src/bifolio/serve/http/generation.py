@@ -61,9 +61,14 @@ class Job:
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False
     images: tuple[PromptImage, ...] = ()  # of its only prompt
+    has_branch_images: bool = False  # of the branch that it continues
     model: str = ""  # as the answer names it
     adapters: list[tuple[str, float]] = field(default_factory=list)  # names and factors
     session: SessionHint | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images) or self.has_branch_images
 
     @classmethod
     def of(
@@ -154,7 +159,7 @@ class Run:
     def start(self) -> None:
         job, engine = self.job, self.context.engine
         if job.wants_receipt:
-            check_held(images=bool(job.images), adapters=bool(job.adapters))
+            check_held(images=job.has_images, adapters=bool(job.adapters))
         adapters = [] if job.branch else job.adapters  # a branch has those that it was opened with
         salt = job.tenant.salt + (job.cache_salt or "").encode()
         key = job.tenant.name
@@ -185,7 +190,7 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
-                    job.wants_receipt or (self.context.receipts is not None and not (job.images or job.adapters)),
+                    job.wants_receipt or (self.context.receipts is not None and not (job.has_images or job.adapters)),
                     [Image.of(image) for image in job.images],
                     adapters,
                     job.session,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bifolio.api.messages import Thinking
+from bifolio.images import PromptImage
 from bifolio.serve.helpers.helper_messages import KILLED, Failed, Render
 from bifolio.serve.http.auth import Tenant
 from bifolio.serve.http.context import ServerContext
@@ -158,10 +159,18 @@ def _with_reasoning(turn: Turn, tail: str) -> Turn:
 
 
 async def chat_tokens(context: ServerContext, request: ChatRequest, tools: ToolPlan, tenant: Tenant) -> list[int]:
-    """The conversation in the model's own form; special tokens come from the template alone."""
+    """Token ids of the conversation in the model's own form."""
+    return (await chat_prompt(context, request, tools, tenant))[0]
+
+
+async def chat_prompt(
+    context: ServerContext, request: ChatRequest, tools: ToolPlan, tenant: Tenant
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """The tokens and images of a conversation; special tokens come from the template alone."""
     pictures = await read_pictures(context, image_urls(request.messages), tenant)
     rendered = with_texts(context, await render(context, request, tools, tenant), pictures)
-    return await context.tokenizers.encode_parts(rendered, context.max_model_len)
+    tokens = await context.tokenizers.encode_parts(rendered, context.max_model_len)
+    return tokens, with_places(context, tokens, pictures)
 
 
 async def render(

@@ -166,15 +166,15 @@ def recalled(message_id: str, entry: Conversation | None) -> m.Recalled:
     return m.Recalled(message_id, entry.request_id, entry.body, entry.token_ids)
 
 
-def images_of(message: m.Start, model: TextModel) -> tuple[PromptImage, ...]:
-    """The images of a prompt, checked."""
-    vision, count = model.vision, len(message.prompt_token_ids)
-    if not message.images:
+def images_of(images: list[m.Image], count: int, model: TextModel) -> tuple[PromptImage, ...]:
+    """The images of a prompt of `count` tokens, checked."""
+    vision = model.vision
+    if not images:
         return ()
     if vision is None:
         raise RequestError(TEXT_ONLY)
     try:
-        return tuple(checked_image(vision, *image.arrays(), count) for image in message.images)
+        return tuple(checked_image(vision, *image.arrays(), count) for image in images)
     except ValueError as error:
         raise RequestError(f"an image of the request is damaged: {error}") from error
 

@@ -275,7 +275,8 @@ class EngineService:
         options["session"] = message.session
         options["turn"] = self._turns.next(message.key, cost, message.priority)
         try:
-            prompt, options["images"] = message.prompt_token_ids, images_of(message, self.llm.model)
+            prompt = message.prompt_token_ids
+            options["images"] = images_of(message.images, len(prompt), self.llm.model)
             if message.is_beam_search:
                 request = engine.add_request(message.id, prompt, BeamSearchParams(**values), **options)
             elif message.branch:

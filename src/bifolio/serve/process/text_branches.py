@@ -18,8 +18,10 @@ from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.branches import BranchOwner, BranchState
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import FaultKind, RequestError
+from bifolio.images import PromptImage
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Request, RequestOptions
+from bifolio.serve.process.conversations import images_of
 
 MAX_BRANCHES = 8192
 MAX_BRANCHES_PER_KEY = 1024  # or address
@@ -63,14 +65,15 @@ class BranchTable:
         try:
             self.expire()
             if message.verb == "open":
-                self._open(message, adapter)
+                self._open(engine, message, adapter)
             else:
                 getattr(self, f"_{message.verb}")(engine, message)
         except RequestError as error:
             self._send(m.Refused(message.id, error.fault, str(error)))
 
-    def _open(self, message: m.BranchCall, adapter: LoadedAdapter | None) -> None:
-        entry = self._opened(message, message.token_ids, message.salt, adapter)
+    def _open(self, engine: InferenceEngine, message: m.BranchCall, adapter: LoadedAdapter | None) -> None:
+        images = images_of(message.images, len(message.token_ids), engine.model)
+        entry = self._opened(message, message.token_ids, message.salt, adapter, images)
         try:
             self._compute(entry, message, lambda: self._answer(message, entry, [entry.name]))
         except BaseException:
@@ -219,9 +222,16 @@ class BranchTable:
                 f"{MAX_BRANCHES_PER_KEY}, all together {MAX_BRANCHES}): close those that are not needed"
             )
 
-    def _opened(self, message: m.BranchCall, token_ids: list[int], salt: bytes, adapter: LoadedAdapter | None) -> Entry:
+    def _opened(
+        self,
+        message: m.BranchCall,
+        token_ids: list[int],
+        salt: bytes,
+        adapter: LoadedAdapter | None,
+        images: tuple[PromptImage, ...] = (),
+    ) -> Entry:
         self._check_room(message.share, 1)
-        state = self._branches.open(token_ids, salt=salt, owner=message.share, adapter=adapter)
+        state = self._branches.open(token_ids, salt=salt, owner=message.share, adapter=adapter, images=images)
         name, seconds = f"branch_{secrets.token_hex(12)}", min(message.seconds, MAX_SECONDS)
         return self._add(Entry(state, name, message.owner, message.share, seconds, message.adapters))
 
@@ -252,4 +262,6 @@ class UnknownBranchError(RequestError):
 
 def _reply(message_id: str, entry: Entry, names: list[str]) -> m.BranchReply:
     state = entry.state
-    return m.BranchReply(message_id, names, state.num_tokens, state.num_prompt, entry.seconds, adapters=entry.adapters)
+    reply = m.BranchReply(message_id, names, state.num_tokens, state.num_prompt, entry.seconds)
+    reply.adapters, reply.has_images = entry.adapters, bool(state.images)
+    return reply

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bifolio.api.messages import BranchCall, BranchReply
+from bifolio.api.messages import BranchCall, BranchReply, Image
 from bifolio.errors import EngineFaultError
+from bifolio.images import PromptImage
 from bifolio.serve.http.auth import Receive, Scope, Send
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError, api_error, bad_request
@@ -24,7 +25,7 @@ from bifolio.serve.http.generation import Job, Run
 from bifolio.serve.http.running import run_call, tenant_of, unless_gone
 from bifolio.serve.http.sampling import EngineParams
 from bifolio.serve.http.tools import ToolPlan
-from bifolio.serve.http.turn import chat_tokens
+from bifolio.serve.http.turn import chat_prompt
 from bifolio.serve.http.whole_answers import Whole
 from bifolio.serve.protocols import branch_types as t
 from bifolio.serve.protocols import openai_types as p
@@ -61,12 +62,14 @@ async def open_branch(context: ServerContext, scope: Scope, receive: Receive, se
     adapters = context.adapters_for(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("a branch begins with a prompt or with messages: pass one of them", "prompt")
+    images: tuple[PromptImage, ...] = ()
     if request.messages is not None:
-        tokens = await chat_tokens(context, p.ChatRequest(messages=request.messages), ToolPlan(), tenant)
+        tokens, images = await chat_prompt(context, p.ChatRequest(messages=request.messages), ToolPlan(), tenant)
     else:
         tokens = await prompt_tokens(context, request.prompt or [], request.add_special_tokens)
     salt = tenant.salt + (request.cache_salt or "").encode()
     call = BranchCall("", "open", token_ids=tokens, salt=salt, seconds=request.ttl, adapters=adapters)
+    call.images = [Image.of(image) for image in images]
     await send_json(send, branch_card(context, await _call(context, scope, receive, call)))
 
 
@@ -117,7 +120,7 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
     call = await prepare_completion(context, completion, tenant_of(scope))
     job = call.job
     job.branch, job.branch_use = reply.names[0], "advance" if request.advance else "beside"
-    job.adapters, job.model = reply.adapters, model_of(context, reply)
+    job.adapters, job.has_branch_images, job.model = reply.adapters, reply.has_images, model_of(context, reply)
     await run_call(context, call, scope, receive, send)
 
 
