@@ -114,8 +114,13 @@ class ModelRunner:
         if model.tower is not None and peers is None:
             images = ImageReader(model.tower, kernels)
         weights = with_sites(prepare(model.weights, kernels, on_load))
-        weights = weights if images is None else reading_images(weights, images.tower.layout)
-        return cls(weights, kernels, kernels.new_storage(layout), peers, images)
+        runner = cls(weights, kernels, kernels.new_storage(layout), peers, images)
+        runner.exchange(weights)
+        return runner
+
+    def exchange(self, weights: ModelWeights) -> None:
+        """Run later passes with these weights, as they are prepared from a model's files."""
+        self.weights = weights if self.images is None else reading_images(weights, self.images.tower.layout)
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""

@@ -54,7 +54,7 @@ def wake(engine: InferenceEngine, tags: Sequence[str] | None, weights: ModelWeig
     checked_tags(tags)
     woken = set(PARTS if tags is None else tags)
     if weights is not None:
-        engine.runner.weights = weights
+        engine.runner.exchange(weights)
     engine.asleep -= woken
 
 

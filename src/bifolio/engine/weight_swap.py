@@ -25,7 +25,7 @@ def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: Model
     while engine.batcher.drop_kept():
         pass
     engine.blocks.drop_cached()
-    engine.runner.weights = prepared
+    engine.runner.exchange(prepared)
     engine.runner.programs.clear()
     engine.model = model
     engine.asleep.discard("weights")
