@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bifolio.errors import RequestError
 
 TEXT_ONLY = "this model reads text only: remove the image"
+VECTORS_OF_TEXT = "vectors and scores are of texts alone: leave the images out"
 ONE_PROCESS = "images are read by one process: set tensor_parallel_size=1"
 
 

@@ -116,4 +116,15 @@ def test_wrong_images_are_refused() -> None:
                 llm.generate({"prompt": text, "multi_modal_data": {"image": images}}, GREEDY)
         with pytest.raises(RequestError, match="multi_modal_data has 'audio'"):
             llm.generate({"prompt": "a", "multi_modal_data": {"audio": b""}}, GREEDY)
+        prompt = {"prompt": model.place, "multi_modal_data": {"image": picture(9, 9)}}
+        for seen in (prompt, llm.prompt_tokens(prompt)):
+            for call in (llm.embed, llm.encode):
+                with pytest.raises(RequestError, match="vectors and scores are of texts alone"):
+                    call(seen)
+        with pytest.raises(RequestError, match="a text to embed has no suffix"):
+            llm.embed({"prompt": "a", "suffix": "b"})
+        with pytest.raises(RequestError, match="a prompt has no 'text'"):
+            llm.embed({"text": "a"})
+        tokens = llm.prompt_tokens("a fox")
+        assert np.array_equal(llm.embed(tokens)[0].outputs.data, llm.embed("a fox")[0].outputs.data)
         assert not llm.engine.has_work

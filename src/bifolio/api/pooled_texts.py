@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bifolio.api.images import given_images
+from bifolio.api.prompts import suffix_of
 from bifolio.errors import RequestError, did_you_mean
+from bifolio.images import VECTORS_OF_TEXT
 from bifolio.model.loaded import TextModel
 from bifolio.pooling_params import check_truncation
+from bifolio.prompts import PromptTokens
 from bifolio.text.pairs import EncodedText, encode_pairs, encode_prompts, encode_texts
 
 
@@ -67,6 +71,14 @@ class PooledTexts:
 
 def _token_ids(text: Any) -> list[int] | None:
     """The token ids of a prompt that has them; None: it is text."""
+    if isinstance(text, PromptTokens):
+        if text.images:
+            raise RequestError(VECTORS_OF_TEXT)
+        return list(text.token_ids)
+    if suffix_of(text) is not None:
+        raise RequestError("a text to embed has no suffix: leave it out")
     if isinstance(text, Mapping):
+        if given_images(text):
+            raise RequestError(VECTORS_OF_TEXT)
         text = text.get("prompt_token_ids")
     return None if text is None or isinstance(text, str) else list(text)

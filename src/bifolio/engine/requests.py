@@ -21,7 +21,7 @@ from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.engine.pooling import pooled_result
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.images import ONE_PROCESS, TEXT_ONLY
+from bifolio.images import ONE_PROCESS, TEXT_ONLY, VECTORS_OF_TEXT
 from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
 from bifolio.pooling_params import PoolingParams
@@ -100,6 +100,8 @@ class RequestFactory:
                 f"the text has {len(prompt_ids)} tokens and {longest} fit (max_model_len={longest}): shorten it, or "
                 "truncate it (truncate_prompt_tokens=-1)"
             )
+        if options.get("images"):
+            raise RequestError(VECTORS_OF_TEXT)
         if options.get("second_start") and self._model.config.token_types < 2:
             raise RequestError("this model does not tell two texts apart: leave second_start out")
         self._check(request_id, prompt_ids, NO_OUTPUT)
