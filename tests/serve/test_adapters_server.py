@@ -241,6 +241,10 @@ def test_conversations_with_an_adapter_survive(tmp_path: Path) -> None:
         post(server, "/v1/snapshots", {"branch": branch["id"], "id": "fox"})
         expected = post(server, f"/v1/branches/{branch['id']}/generate", ask)["choices"][0]["text"]
         post(server, "/v1/completions", {**ask, "prompt": prompt, "model": "a1", "session_id": "talk", "pin": True})
+        talk = {"model": "a2", "temperature": 0, "max_output_tokens": 6}
+        stored = post(server, "/v1/responses", {**talk, "input": prompt})["id"]
+        follow = {**talk, "input": "And then?", "previous_response_id": stored}
+        second = post(server, "/v1/responses", follow)["output"]
     with running_server(engine=engine, snapshots=place) as server:
         longer = {**ask, "prompt": prompt + alone, "model": "a1", "session_id": "talk"}
         again = post(server, "/v1/completions", longer)
@@ -248,6 +252,9 @@ def test_conversations_with_an_adapter_survive(tmp_path: Path) -> None:
         for other in (None, "a2"):
             wrong = post(server, "/v1/snapshots/fox/restore", {"model": other}, 400)["error"]["message"]
             assert "saved with an adapter" in wrong
+        again = post(server, "/v1/responses", follow)
+        assert again["output"][0]["content"] == second[0]["content"]
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] >= 32
         restored = post(server, "/v1/snapshots/fox/restore", {"model": "a1"})
         answer = post(server, f"/v1/branches/{restored['id']}/generate", ask)
         assert (restored["model"], answer["choices"][0]["text"]) == ("a1", expected)

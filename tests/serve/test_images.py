@@ -13,6 +13,7 @@ import pytest
 from serving import RunningServer, running_server
 
 from bifolio import LLM, SamplingParams
+from bifolio.api.messages import SnapshotSettings
 from vision.gguf_pairs import KEYS, write_text, write_tower
 from vision.vision_models import gemma3_model, picture
 
@@ -124,6 +125,37 @@ def test_a_branch_of_a_conversation_keeps_its_image(seeing: RunningServer) -> No
                 client.delete(f"/v1/branches/{name}")
     assert len(texts) == 2
     seeing.wait_idle()
+
+
+@pytest.mark.full
+def test_conversations_with_images_survive_a_restart(tmp_path: Path) -> None:
+    engine = {"model": str(gemma3_model().folder), "kernels": "native", "max_model_len": 256, "num_blocks": 200}
+    place, asked = SnapshotSettings(str(tmp_path), 1 << 30), {"temperature": 0, "max_tokens": LENGTH}
+    path, body = requests_of(encoded(picture(70, 30, 4)), "What is it?")["chat"]
+    body |= {"session_id": "look", "pin": True}
+    chat = path, body
+    with running_server(engine=engine, snapshots=place) as server, server.http() as client:
+        first = client.post(path, json=body).json()
+        branch = client.post("/v1/branches", json={"messages": body["messages"]}).json()["id"]
+        assert client.post("/v1/snapshots", json={"branch": branch, "id": "seen"}).status_code == 200
+        path, body = requests_of(encoded(picture(70, 30, 3)), "And here?")["responses"]
+        stored = client.post(path, json=body).json()["id"]
+        follow = {"input": "More?", "previous_response_id": stored, "temperature": 0, "max_output_tokens": LENGTH}
+        answer = answer_of("responses", client.post(path, json=follow).json())
+        path, body = chat
+        expected = client.post(f"/v1/branches/{branch}/generate", json=asked).json()["choices"][0]["text"]
+    with running_server(engine=engine, snapshots=place) as server, server.http() as client:
+        again = client.post(path, json=body).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+        assert answer_of("chat", again) == answer_of("chat", first)
+    with running_server(engine=engine, snapshots=place) as server, server.http() as client:
+        branch = client.post("/v1/snapshots/seen/restore", json={}).json()["id"]
+        again = client.post("/v1/responses", json=follow).json()
+        assert answer_of("responses", again) == answer
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] >= 32
+        restored = client.post(f"/v1/branches/{branch}/generate", json=asked).json()
+        assert restored["choices"][0]["text"] == expected
+        assert restored["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bifolio.api.llm import LLM
     from bifolio.engine.adapters import LoadedAdapter
     from bifolio.engine.engine import InferenceEngine
+    from bifolio.images import PromptImage
 
 Text: TypeAlias = str | Sequence[int]  # text or token ids
 T = TypeVar("T")
@@ -52,6 +53,11 @@ class _Tokens:
     def adapter(self) -> LoadedAdapter | None:
         """The adapter that the branch was opened with; None: the base."""
         return self._state.adapter
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """The images among its tokens."""
+        return self._state.images
 
     @property
     def text(self) -> str:

@@ -200,7 +200,7 @@ class LLM(EngineVerbs, PoolingCalls):
     def save(
         self, text: Saved, path: str | Path, *, notes: dict[str, Any] | None = None, lora_request: LoRA = None
     ) -> int:
-        """Write a branch, an output or tokens with their cached blocks to a file; its bytes.
+        """Write a branch, an output or tokens (of `chat_prompt`, with images) and their blocks to a file; its bytes.
 
         `notes` are kept with it: values of JSON. `lora_request` is the adapter that an output or tokens were computed
         with; a branch has its own.

@@ -13,11 +13,12 @@ from bifolio.api.outputs import RequestOutput
 from bifolio.engine.requests import as_token_ids
 from bifolio.engine.tiers.snapshots import Snapshot, capture, read_snapshot, restore, write_snapshot
 from bifolio.errors import RequestError
+from bifolio.prompts import PromptTokens
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
 
-Saved: TypeAlias = "Branch | RequestOutput | Sequence[int]"
+Saved: TypeAlias = "Branch | RequestOutput | PromptTokens | Sequence[int]"
 
 
 def save(
@@ -32,8 +33,10 @@ def save(
     else:
         [adapter] = llm.adapters_for(lora_request, 1)
     tokens, num_prompt = _tokens_of(text)
-    digest = digest_of_adapter(adapter)
-    snapshot = llm.with_engine(lambda: capture(llm.engine, tokens, num_prompt=num_prompt, notes=notes, adapter=digest))
+    digest, images = digest_of_adapter(adapter), text.images if isinstance(text, Branch | PromptTokens) else None
+    snapshot = llm.with_engine(
+        lambda: capture(llm.engine, tokens, num_prompt=num_prompt, notes=notes, adapter=digest, images=images)
+    )
     return write_snapshot(Path(path).expanduser(), snapshot)
 
 
@@ -44,7 +47,8 @@ def load(llm: LLM, path: str | Path, recompute: bool = False, lora_request: LoRA
 
     def opened() -> Branch:
         restore(llm.engine, snapshot, recompute=recompute, adapter=digest_of_adapter(adapter))
-        state = llm.branches.open(snapshot.token_ids, adapter=adapter)
+        images = snapshot.images_for(llm.model.vision)
+        state = llm.branches.open(snapshot.token_ids, adapter=adapter, images=images)
         state.num_prompt = min(snapshot.num_prompt, len(snapshot.token_ids))
         return Branch(llm, state)
 
@@ -60,5 +64,5 @@ def _tokens_of(text: Saved) -> tuple[list[int], int]:
             raise RequestError(f"an output with {len(text.outputs)} completions is no single text: pass its tokens")
         prompt = list(text.prompt_token_ids)
         return [*prompt, *text.outputs[0].token_ids], len(prompt)
-    tokens = as_token_ids(text)
+    tokens = as_token_ids(text.token_ids if isinstance(text, PromptTokens) else text)
     return list(tokens), len(tokens)

@@ -132,11 +132,16 @@ class BlockQueries:
             return filled.total() / (len(filled) * self.block_size) if filled else 1.0
 
     def cached_prefix_length(
-        self, token_ids: Sequence[int], *, salt: bytes = b"", max_cached: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: bytes = b"",
+        max_cached: int | None = None,
+        marks: tuple[Mark, ...] = (),
     ) -> int:
         """Number of tokens that `open_table` would find; opens no table."""
         with self.lock:
-            chain = self._find_prefix(token_ids, root_digest(salt), max_cached)
+            chain = self._find_prefix(token_ids, root_digest(salt), max_cached, marks)
             count = len(chain) if self._states is None else self._states.usable(chain)
             return count * self.block_size
 

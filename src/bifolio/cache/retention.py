@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
+from bifolio.images import PromptImage
 from bifolio.sessions import SessionHint
 
 SHARE_OF_OWNER, SHARE_OF_ALL = 0.25, 0.5  # of the blocks
@@ -32,6 +33,7 @@ class Session:
     expires: float  # of `time.monotonic`
     token_ids: array[int] | None = None  # of a pinned one
     adapter: bytes = b""  # digest of the adapter of its blocks; empty: of the base
+    images: tuple[PromptImage, ...] = ()  # of a pinned one
     num_protected: int = 0  # leading blocks
 
 

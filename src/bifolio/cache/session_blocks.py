@@ -11,6 +11,7 @@ from threading import RLock
 from bifolio.cache.block_pool import BlockPool
 from bifolio.cache.block_table import BlockTable, find_table
 from bifolio.cache.retention import Session
+from bifolio.images import PromptImage
 from bifolio.sessions import SessionHint
 
 
@@ -29,13 +30,16 @@ class RetainingBlocks:
         token_ids: Sequence[int],
         salt: bytes,
         adapter: bytes = b"",
+        images: tuple[PromptImage, ...] = (),
     ) -> None:
         """Evict the committed blocks of a sequence last, when it has ended."""
         with self.lock:
             chain = tuple(find_table(self._tables, sequence_id).chain)
             expires = math.inf if hint.pin else time.monotonic() + hint.seconds
             tokens = array("i", token_ids) if hint.pin else None
-            self._pool.retention.note(Session(owner, hint, chain, len(token_ids), salt, expires, tokens, adapter))
+            session = Session(owner, hint, chain, len(token_ids), salt, expires, tokens, adapter)
+            session.images = images if hint.pin else ()
+            self._pool.retention.note(session)
 
     def sessions(self) -> list[tuple[Session, int]]:
         """All conversations, the newest first, with the number of their blocks in the cache."""

@@ -269,7 +269,7 @@ class Conversation:
         if not any(message["role"] == "assistant" for message in self.messages):
             return "there is no answer to save yet"
         context = self._context(self.messages, self._num_dropped, self._summary)
-        tokens = self.llm.chat_tokens(context.messages, add_generation_prompt=False)
+        tokens = self.llm.chat_prompt(context.messages, add_generation_prompt=False)
         notes = {"messages": self.messages, "num_dropped": self._num_dropped, "summary": self._summary}
         try:
             size = self.llm.save(tokens, path, notes=notes)

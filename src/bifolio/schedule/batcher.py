@@ -363,8 +363,10 @@ class ContinuousBatcher:
             return
         request, hint = sequence.request, sequence.request.session
         if hint is not None and sequence.finish_reason is not None and sequence.index == 0:
-            adapter = digest_of_adapter(request.adapter)
-            self._blocks.protect(sequence.id, request.owner, hint, sequence.token_ids, request.salt, adapter)
+            self._blocks.protect(
+                sequence.id, request.owner, hint, sequence.token_ids, request.salt,
+                digest_of_adapter(request.adapter), request.images,
+            )  # fmt: skip
         if keep_blocks:
             self._blocks.rest(sequence.id)
         else:

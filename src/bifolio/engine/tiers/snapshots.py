@@ -1,6 +1,6 @@
 """Snapshots: a text with its blocks in one file, which another process continues bit for bit.
 
-    |magic 8|length u64|header as JSON|blocks ...|recurrent state|checksum 32|
+    |magic 8|length u64|header as JSON|blocks ...|recurrent state|images ...|checksum 32|
 
 The header has the tokens, the length of the prompt, the digests of model and arithmetic, the sizes of block and state,
 and notes of the caller. Blocks are those of the prefix that the cache holds; the few tokens behind them are computed
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,11 @@ from bifolio.adapter_salt import salt_of_adapter
 from bifolio.cache.digests import root_digest
 from bifolio.engine.transfer.blocks import Arrival, Sizes, read_blocks
 from bifolio.engine.transfer.states import read_state
-from bifolio.errors import SnapshotError
+from bifolio.errors import RequestError, SnapshotError
+from bifolio.images import TEXT_ONLY, PromptImage
 from bifolio.long_rope import LONG_ROPE, salt_of_rope, short_context
+from bifolio.model.vision.prompt import checked_image
+from bifolio.model.vision.tower import Vision
 
 if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
@@ -37,6 +40,13 @@ MAGIC = b"BIFOSNP1"
 START = struct.Struct("<8sQ")
 CHECKSUM_BYTES = 32
 MAX_HEADER_BYTES = 64 << 20
+
+
+class Tile(NamedTuple):
+    """One input of a vision tower, as `bifolio.images.PromptImage` has it."""
+
+    pixels: np.ndarray  # u8[height, width, 3]
+    places: np.ndarray  # i32[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,19 @@ class Snapshot:
     state: np.ndarray | None  # u8[state bytes] behind the last block, of a hybrid
     notes: dict[str, Any]  # of the caller, such as the messages of a conversation
     adapter: str = ""  # digest of the adapter that computed the blocks; empty: the base did
+    images: tuple[Tile, ...] = ()  # of the tokens
+
+    def images_for(self, vision: Vision | None) -> tuple[PromptImage, ...]:
+        """The images as a model reads them."""
+        if not self.images:
+            return ()
+        if vision is None:
+            raise SnapshotError(f"the snapshot has images, and {TEXT_ONLY.partition(':')[0]}: load it with its tower")
+        count = len(self.token_ids)
+        try:
+            return tuple(checked_image(vision, pixels, places, count) for pixels, places in self.images)
+        except RequestError as error:
+            raise SnapshotError(f"the images of the snapshot do not fit its tokens: {error}") from error
 
 
 def capture(
@@ -62,25 +85,29 @@ def capture(
     num_prompt: int | None = None,
     salt: bytes = b"",
     adapter: bytes = b"",
+    images: Sequence[PromptImage] | None = None,
     notes: dict[str, Any] | None = None,
     with_blocks: bool = True,
 ) -> Snapshot:
     """A text with the blocks of its prefix that the cache holds; on the thread that owns the engine.
 
-    `adapter` is the digest of the one that computed the blocks; empty: the base did.
+    `adapter` is the digest of the one that computed the blocks; empty: the base did. `images` are those of the tokens;
+    None: they are not known, so tokens of images are refused.
     """
     tokens = list(token_ids)
     vision = engine.model.vision
-    if vision is not None and vision.row_token in tokens:
-        raise SnapshotError("a text with images cannot be saved yet: save the text without them")
-    salts = _salts(engine, salt, adapter)
-    full = max(salts, key=lambda one: engine.blocks.cached_prefix_length(tokens, salt=one))
-    blocks = read_blocks(engine, tokens, full, 0, len(tokens)) if with_blocks else []
-    state = read_state(engine, tokens, full, len(blocks))
+    if images is None and vision is not None and vision.row_token in tokens:
+        raise SnapshotError("the tokens have images that are not at hand: save the branch that holds them")
+    images = images or ()
+    salts, marks = _salts(engine, salt, adapter), tuple(image.mark for image in images)
+    full = max(salts, key=lambda one: engine.blocks.cached_prefix_length(tokens, salt=one, marks=marks))
+    blocks = read_blocks(engine, tokens, full, 0, len(tokens), marks) if with_blocks else []
+    state = read_state(engine, tokens, full, len(blocks), marks)
     model, numerics = engine.digests.of(engine.model)
     return Snapshot(
         tokens, len(tokens) if num_prompt is None else num_prompt, model, numerics, root_digest(full).hex(),
         engine.blocks.block_size, blocks, state, notes or {}, adapter.hex(),
+        tuple(Tile(image.pixels, image.places) for image in images),
     )  # fmt: skip
 
 
@@ -108,6 +135,7 @@ def restore(
         saved = "an adapter, or another version of it" if snapshot.adapter else "the model itself"
         raise SnapshotError(f"the snapshot was saved with {saved}: load it with the same lora_request")
     salts = _salts(engine, salt, bytes.fromhex(snapshot.adapter))
+    marks = tuple(image.mark for image in snapshot.images_for(engine.model.vision))
     full = next((one for one in salts if root_digest(one).hex() == snapshot.root), None)
     if full is None:
         raise SnapshotError("the snapshot was saved under another key: load it with that one")
@@ -127,14 +155,14 @@ def restore(
         len(snapshot.token_ids)
     ):
         raise SnapshotError("the snapshot has blocks of another size than its header says: save it again")
-    arrival = Arrival(engine, snapshot.token_ids, full)
+    arrival = Arrival(engine, snapshot.token_ids, full, marks=marks)
     try:
         is_whole = arrival.add(snapshot.blocks[arrival.num_blocks :])
         if snapshot.state is not None and is_whole and snapshot.state.nbytes == sizes.state_bytes:
             arrival.add_state(snapshot.state)
     finally:
         arrival.close()
-    return engine.blocks.cached_prefix_length(snapshot.token_ids, salt=full)
+    return engine.blocks.cached_prefix_length(snapshot.token_ids, salt=full, marks=marks)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -145,13 +173,14 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
     header = {
         "token_ids": snapshot.token_ids, "num_prompt": snapshot.num_prompt, "model": snapshot.model,
         "numerics": snapshot.numerics, "root": snapshot.root, "block_size": snapshot.block_size,
-        "adapter": snapshot.adapter,
+        "adapter": snapshot.adapter, "images": [[*one.pixels.shape[:2], len(one.places)] for one in snapshot.images],
         "blocks": [block.nbytes for block in snapshot.blocks],
         "state": 0 if snapshot.state is None else snapshot.state.nbytes, "notes": snapshot.notes,
     }  # fmt: skip
     body = json.dumps(header).encode()
     parts: list[Any] = [START.pack(MAGIC, len(body)), body, *(block.data for block in snapshot.blocks)]
     parts += [] if snapshot.state is None else [snapshot.state.data]
+    parts += [np.ascontiguousarray(part).tobytes() for one in snapshot.images for part in (one.pixels, one.places)]
     digest, size = blake2b(digest_size=CHECKSUM_BYTES), 0
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
@@ -218,13 +247,18 @@ def _parsed(data: np.ndarray) -> Snapshot:
         blocks.append(data[at : at + int(size)])
         at += int(size)
     state = data[at : at + int(header["state"])] if header["state"] else None
-    num_tokens = len(header["token_ids"])
-    if at + int(header["state"]) != end or not 0 <= int(header["num_prompt"]) <= num_tokens or not num_tokens:
+    at, num_tokens, images = at + int(header["state"]), len(header["token_ids"]), []
+    for height, width, count in header.get("images", ()):
+        middle = at + int(height) * int(width) * 3
+        pixels, places = data[at:middle], data[middle : middle + 4 * int(count)]
+        images.append(Tile(pixels.reshape(int(height), int(width), 3), places.copy().view("<i4").astype(np.int32)))
+        at = middle + places.nbytes
+    if at != end or not 0 <= int(header["num_prompt"]) <= num_tokens or not num_tokens:
         raise ValueError("its sizes do not add up")
     return Snapshot(
         list(header["token_ids"]), int(header["num_prompt"]), str(header["model"]), str(header["numerics"]),
         str(header["root"]), int(header["block_size"]), blocks, state, dict(header["notes"]),
-        bytes.fromhex(header.get("adapter", "")).hex(),
+        bytes.fromhex(header.get("adapter", "")).hex(), tuple(images),
     )  # fmt: skip
 
 

@@ -79,13 +79,18 @@ class Sizes(NamedTuple):
 
 
 def read_blocks(
-    engine: InferenceEngine, token_ids: Sequence[int], salt: bytes, first: int, most: int
+    engine: InferenceEngine,
+    token_ids: Sequence[int],
+    salt: bytes,
+    first: int,
+    most: int,
+    marks: tuple[Mark, ...] = (),
 ) -> list[np.ndarray]:
     """u8[block bytes] of at most `most` cached blocks of a prompt, from its block `first` on."""
     blocks = engine.blocks
     with blocks.lock:
         sequence_id = blocks.fresh_sequence_id()
-        blocks.open_table(sequence_id, token_ids, salt=salt)
+        blocks.open_table(sequence_id, token_ids, salt=salt, marks=marks)
         try:
             block_ids = blocks.block_ids_of(sequence_id)[first : first + most]
             return list(read_stored(engine, block_ids))

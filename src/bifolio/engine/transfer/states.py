@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bifolio.images import Mark
+
 if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 
-def read_state(engine: InferenceEngine, token_ids: Sequence[int], salt: bytes, num_blocks: int) -> np.ndarray | None:
+def read_state(
+    engine: InferenceEngine,
+    token_ids: Sequence[int],
+    salt: bytes,
+    num_blocks: int,
+    marks: tuple[Mark, ...] = (),
+) -> np.ndarray | None:
     """u8[state bytes] of the checkpoint behind the first blocks of a prompt; None if there is none."""
     blocks = engine.blocks
     if not blocks.has_states or not num_blocks:
         return None
     with blocks.lock:
         sequence_id, num_tokens = blocks.fresh_sequence_id(), num_blocks * blocks.block_size
-        found = blocks.open_table(sequence_id, token_ids, salt=salt, max_cached=num_tokens)
+        found = blocks.open_table(sequence_id, token_ids, salt=salt, max_cached=num_tokens, marks=marks)
         try:
             state = blocks.state_of(sequence_id)
             return engine.runner.storage.read_state(state) if found == num_tokens else None

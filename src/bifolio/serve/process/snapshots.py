@@ -28,8 +28,9 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.tiers.snapshots import Snapshot, capture, read_snapshot, restore
 from bifolio.errors import BifolioError, FaultKind, RequestError
-from bifolio.sequence import Request
+from bifolio.images import PromptImage
 from bifolio.serve.process.conversations import Conversation, ConversationStore, recalled
+from bifolio.serve.process.slot_texts import SlotText, SlotTexts
 from bifolio.serve.process.snapshot_files import RESPONSE, SESSION, SnapshotFiles
 from bifolio.serve.process.text_branches import BranchTable
 
@@ -50,32 +51,6 @@ class UnknownSessionError(RequestError):
 def session_file(name: str) -> str:
     """The name of the file of a pinned conversation, whose own name is any text."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-class SlotTexts:
-    """The newest text of every slot and client, which llama.cpp's slot files save."""
-
-    def __init__(self) -> None:
-        self._texts: dict[tuple[int, str], tuple[Request | list[int], bytes, bytes]] = {}
-
-    def taken(self, slot: int, owner: str, request: Request) -> None:
-        self._texts[slot, owner] = request, request.salt, digest_of_adapter(request.adapter)
-
-    def restored(self, slot: int, owner: str, snapshot: Snapshot, salt: bytes) -> None:
-        self._texts[slot, owner] = snapshot.token_ids, salt, bytes.fromhex(snapshot.adapter)
-
-    def find(self, slot: int, owner: str) -> tuple[list[int], bytes, bytes]:
-        """(Tokens, salt, digest of the adapter)"""
-        found = self._texts.get((slot, owner))
-        if found is None:
-            raise RequestError(f"slot {slot} has no text of this key: send a request first")
-        text, salt, adapter = found
-        return (list(text) if isinstance(text, list) else list(text.sequences[0].token_ids)), salt, adapter
-
-    def erase(self, slot: int, owner: str) -> int:
-        count = len(self.find(slot, owner)[0])
-        del self._texts[slot, owner]
-        return count
 
 
 class Snapshots:
@@ -140,11 +115,12 @@ class Snapshots:
 
     def _save(self, message: m.BranchCall, engine: InferenceEngine, adapter: bytes) -> None:
         """On the engine's thread: copy the blocks, and queue the file."""
+        images: tuple[PromptImage, ...] | None = None
         cache_salt, num_prompt = message.cache_salt, None
         if message.name:
             branch = self._branches.state_of(message.name, message.owner)
             tokens, num_prompt, cache_salt = branch.token_ids, branch.num_prompt, branch.salt[len(message.salt) :]
-            adapter = digest_of_adapter(branch.adapter)
+            adapter, images = digest_of_adapter(branch.adapter), branch.images
         elif message.response:
             entry = self._conversations.find(message.response, message.owner)
             if entry is None:
@@ -152,11 +128,12 @@ class Snapshots:
             tokens = array("i", entry.token_ids).tolist()
         else:
             tokens = message.token_ids
-        self._write(message, engine, tokens, cache_salt, num_prompt, adapter)
+        self._write(message, engine, tokens, cache_salt, num_prompt, adapter, images)
 
     def _save_slot(self, message: m.BranchCall, engine: InferenceEngine) -> None:
-        tokens, salt, adapter = self.slots.find(message.count, message.owner)
-        self._write(message, engine, tokens, salt[len(message.salt) :], None, adapter)
+        text = self.slots.find(message.count, message.owner)
+        cache_salt = text.salt[len(message.salt) :]
+        self._write(message, engine, text.token_ids, cache_salt, None, text.adapter, text.images)
 
     def _write(
         self,
@@ -166,12 +143,15 @@ class Snapshots:
         cache_salt: bytes,
         num_prompt: int | None,
         adapter: bytes,
+        images: tuple[PromptImage, ...] | None,
     ) -> None:
         files = self._opened()
         path = files.path(message.salt, message.file)
         notes = {"cache_salt": base64.b64encode(cache_salt).decode()}
         salt = message.salt + cache_salt
-        snapshot = capture(engine, tokens, num_prompt=num_prompt, salt=salt, adapter=adapter, notes=notes)
+        snapshot = capture(
+            engine, tokens, num_prompt=num_prompt, salt=salt, adapter=adapter, images=images, notes=notes
+        )
         self._on_worker(message, lambda call: self._answer(call, [files.write(path, snapshot, call.salt)]))
 
     def _read(self, message: m.BranchCall, adapter: LoadedAdapter | None) -> None:
@@ -196,11 +176,13 @@ class Snapshots:
         salt = message.salt + cache_salt
         digest = digest_of_adapter(adapter) if message.verb == "restore" else None
         restore(engine, snapshot, salt=salt, adapter=digest, recompute=message.recompute)
+        images = snapshot.images_for(engine.model.vision)
         if message.verb == "restore_slot":
-            self.slots.restored(message.count, message.owner, snapshot, salt)
+            text = SlotText(snapshot.token_ids, salt, bytes.fromhex(snapshot.adapter), images)
+            self.slots.restored(message.count, message.owner, text)
             self._answer(message, [info])
             return
-        reply = self._branches.adopt(message, snapshot.token_ids, salt, snapshot.num_prompt, adapter)
+        reply = self._branches.adopt(message, snapshot.token_ids, salt, snapshot.num_prompt, adapter, images)
         reply.snapshots = [info]
         self._send(reply)
 
@@ -292,7 +274,7 @@ class Snapshots:
             try:
                 snapshot = capture(
                     engine, session.token_ids, salt=session.salt, adapter=session.adapter,
-                    notes={"session": session.hint.name}, with_blocks=engine.tiers is None,
+                    images=session.images, notes={"session": session.hint.name}, with_blocks=engine.tiers is None,
                 )  # fmt: skip
             except BifolioError as error:
                 logger.info("a pinned session was not saved: %s", error)
@@ -334,7 +316,11 @@ class Snapshots:
             path = files.path(entry.salt, name, RESPONSE)
             if path.is_file():  # of an earlier life of the server: responses do not change
                 return True
-            snapshot = capture(engine, tokens, salt=entry.salt, notes=notes, with_blocks=engine.tiers is None)
+            kept = engine.batcher.kept(entry.request_id)
+            own: dict[str, Any] = {}
+            if kept is not None:
+                own = {"adapter": digest_of_adapter(kept.request.adapter), "images": kept.request.images}
+            snapshot = capture(engine, tokens, salt=entry.salt, notes=notes, with_blocks=engine.tiers is None, **own)
         except BifolioError as error:
             logger.info("the response %s was not saved: %s", name, error)
             return False

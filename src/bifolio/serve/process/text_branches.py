@@ -132,9 +132,10 @@ class BranchTable:
         salt: bytes,
         num_prompt: int,
         adapter: LoadedAdapter | None,
+        images: tuple[PromptImage, ...],
     ) -> m.BranchReply:
         """A new branch of tokens whose blocks may be in the cache."""
-        entry = self._opened(message, token_ids, salt, adapter)
+        entry = self._opened(message, token_ids, salt, adapter, images)
         entry.state.num_prompt = min(num_prompt, len(token_ids))
         return _reply(message.id, entry, [entry.name])
 
@@ -228,7 +229,7 @@ class BranchTable:
         token_ids: list[int],
         salt: bytes,
         adapter: LoadedAdapter | None,
-        images: tuple[PromptImage, ...] = (),
+        images: tuple[PromptImage, ...],
     ) -> Entry:
         self._check_room(message.share, 1)
         state = self._branches.open(token_ids, salt=salt, owner=message.share, adapter=adapter, images=images)
