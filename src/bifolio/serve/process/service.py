@@ -26,16 +26,16 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
 from bifolio.long_rope import short_context
-from bifolio.pooling_params import PoolingParams
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request, RequestOptions, StepResult
+from bifolio.sequence import RequestOptions, StepResult
 from bifolio.serve.process.adapter_loader import AdapterLoader
 from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.fairness import FairThread, Turns
 from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import Live, ended, is_chosen_late, without_text
+from bifolio.serve.process.pooled_requests import PooledRequests
 from bifolio.serve.process.snapshots import VERBS, Snapshots
 from bifolio.serve.process.text_branches import BranchTable
 from bifolio.serve.process.update_pace import UpdatePace
@@ -60,7 +60,7 @@ class EngineService:
     transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
     _live: dict[str, Live] = field(init=False, default_factory=dict)
-    _pooled: dict[str, Request] = field(init=False, default_factory=dict)  # requests for vectors and scores
+    _pooled: PooledRequests = field(init=False)
     _adapters: AdapterLoader = field(init=False)
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
@@ -75,6 +75,7 @@ class EngineService:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._branches = BranchTable(self.llm.branches, self.send)
+        self._pooled = PooledRequests(self.send)
         self.snapshots = Snapshots(self.llm, self.thread, self._branches, self._conversations, self.send)
         self._adapters = AdapterLoader(self.llm.engine.adapters)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
@@ -140,16 +141,14 @@ class EngineService:
         elif isinstance(message, m.Stop):
             self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
         elif isinstance(message, m.Embed):
-            self._embed_with_adapters(message)
+            asked, begin = message.pooling, partial(self._begin_pooled, message)
+            self._with_adapter(message.id, asked.adapters, asked.share, begin)
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Control):
             WeightControl(self.llm, self.thread, self._weights, message, self.send).run()
-        elif isinstance(message, m.BranchCall) and message.adapters:
-            found = partial(self._call_branch, message)
-            self._adapters.find(message.id, message.adapters, message.share, found, self._refuse_early)
         elif isinstance(message, m.BranchCall):
-            self._call_branch(message, None)
+            self._with_adapter(message.id, message.adapters, message.share, partial(self._call_branch, message))
         elif isinstance(message, m.Remember | m.Recall):
             self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Adapt):
@@ -170,14 +169,28 @@ class EngineService:
 
     def _begin(self, message: m.Start) -> None:
         """Queue a request, once its adapter is in memory and its grammar is compiled."""
-        if message.adapters:
-            found = partial(self._begin_with, message)
-            self._adapters.find(message.id, message.adapters, message.share, found, self._refuse_early)
+        self._with_adapter(message.id, message.adapters, message.share, partial(self._begin_with, message))
+
+    def _with_adapter(
+        self, request_id: str, named: list[tuple[str, float]], share: str, begin: Callable[[LoadedAdapter | None], None]
+    ) -> None:
+        """Begin with the sum of named adapters, once it is in memory."""
+        if named:
+            self._adapters.find(request_id, named, share, begin, self._refuse_early)
         else:
-            self._begin_with(message, None)
+            begin(None)
 
     def _refuse_early(self, request_id: str, error: BifolioError) -> None:
         self.thread.post(lambda engine: self._refuse(request_id, error))
+
+    def _begin_pooled(self, message: m.Embed, adapter: LoadedAdapter | None) -> None:
+        def start(engine: InferenceEngine) -> None:
+            try:
+                self._pooled.start(engine, message, adapter, self._turns.next(message.pooling.key))
+            except BifolioError as error:
+                self._refuse(message.id, error)
+
+        self._post(message.id, start)
 
     def _begin_with(self, message: m.Start, adapter: LoadedAdapter | None) -> None:
         if message.grammar is not None:
@@ -315,38 +328,8 @@ class EngineService:
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
-        self._pooled.pop(request_id, None)
+        self._pooled.forget(request_id)
         self._unstarted.discard(request_id)
-
-    def _embed_with_adapters(self, message: m.Embed) -> None:
-        def begin(adapter: LoadedAdapter | None) -> None:
-            self._post(message.id, lambda engine: self._embed(engine, message, adapter))
-
-        asked = message.pooling
-        if asked.adapters:
-            self._adapters.find(message.id, asked.adapters, asked.share, begin, self._refuse_early)
-        else:
-            begin(None)
-
-    def _embed(self, engine: InferenceEngine, message: m.Embed, adapter: LoadedAdapter | None) -> None:
-        asked, turn = message.pooling, self._turns.next(message.pooling.key)
-        options: RequestOptions = {
-            "turn": turn, "owner": asked.share, "salt": asked.salt, "second_start": asked.second_start,
-            "adapter": adapter,
-        }  # fmt: skip
-        params = PoolingParams(asked.dimensions, asked.use_activation, task=asked.task)
-        try:
-            self._pooled[message.id] = engine.add_request(message.id, message.token_ids, params, **options)
-        except BifolioError as error:
-            self._refuse(message.id, error)
-
-    def _send_pooled(self, request: Request) -> None:
-        """Send the result of a finished request for a vector or scores."""
-        self._turns.started(request.turn)
-        if request.fault is not None:
-            self.send(m.Refused(request.request_id, request.fault, request.error or ""))
-        elif request.pooling.value is not None:
-            self.send(m.Embedding(request.request_id, request.pooling.value.astype("<f4", copy=False).tobytes()))
 
     def _look(self, engine: InferenceEngine, look_id: str) -> None:
         slots, waiting = slots_of(engine), waiting_of(engine)
@@ -374,8 +357,8 @@ class EngineService:
                 if not live.final_only:
                     urgent.append(live)
         ended = [result.request_id for result in results if result.finished]
-        for pooled in [self._pooled.pop(each) for each in ended if each in self._pooled]:
-            self._send_pooled(pooled)
+        for turn in self._pooled.ended(ended):
+            self._turns.started(turn)
         urgent += [self._live[request_id] for request_id in ended if request_id in self._live]
         if self._pace.is_due(time.monotonic(), len(self._live)):
             self._send_news(list(self._live.values()))
