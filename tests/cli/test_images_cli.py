@@ -89,6 +89,14 @@ def test_a_chat_shows_an_image_with_the_next_message(photo: Path) -> None:
         conversation.reset(None)
         conversation.load(str(saved))
         assert llm.chat_prompt(conversation.messages[:-1]).images[0].digest == request.images[0].digest
+        session = photo.parent / "chat.session"
+        assert "with their part of the cache" in conversation.save(str(session))
+        expected = conversation.turn("More?", lambda text: None).sequences[0].token_ids
+        llm.reset_prefix_cache()
+        assert "tokens from the file" in conversation.load(str(session))
+        again = conversation.turn("More?", lambda text: None)
+        assert again.sequences[0].token_ids == expected
+        assert again.metrics.num_cached_tokens >= 32
         obey(f"/image {photo.parent}/none.png", conversation, notes, lambda: None)  # type: ignore[arg-type]
         assert "cannot be read" in notes.lines[-1]
 
