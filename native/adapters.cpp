@@ -56,6 +56,7 @@ std::vector<Task> make_tasks(const std::vector<AdaptedRows>& runs, Scratch& memo
   size_t size = 0;
   for (const AdaptedRows& run : runs)
     for (const LowRank& part : *run.parts) {
+      if (!part.down) continue;
       tasks.push_back({&part, run.first, run.count, nullptr, 0, part.wave});
       size += size_t(run.count * hidden_width(part));
     }
@@ -75,8 +76,35 @@ void set_waves(std::vector<LowRank>& parts) {
   }
 }
 
+void replace_rows(Member& m, Rows y, Rows x, const std::vector<AdaptedRows>& runs, Workspace& workspace) {
+  for (const AdaptedRows& run : runs)
+    for (const LowRank& part : *run.parts)
+      if (!part.down)
+        linear(m, {x.row(run.first), run.count, x.width, x.stride}, *part.up, {y.row(run.first), run.count, y.width, y.stride}, workspace);
+}
+
+void change_embedding(float* row, int64_t token_id, const std::vector<TableChange>& changes, float scale, Scratch& memory) {
+  for (const TableChange& change : changes) {
+    const int64_t width = change.down.data ? change.down.width : change.rows.width;
+    float* sums = memory.array<float>(size_t(width + change.rows.width));
+    float* own = change.down.data ? sums + width : row;
+    dequantize_row(change.rows.format, change.rows.data + size_t(token_id) * change.rows.row_bytes, change.rows.width, own);
+    if (!change.down.data) {
+      for (int64_t i = 0; i < width; ++i) row[i] *= scale;
+      continue;
+    }
+    std::fill(sums, sums + width, 0.0f);
+    for (int64_t r = 0; r < change.rows.width; ++r) {
+      const auto* down = reinterpret_cast<const float*>(change.down.data + size_t(r) * change.down.row_bytes);
+      for (int64_t i = 0; i < width; ++i) sums[i] += own[r] * down[i];
+    }
+    for (int64_t i = 0; i < width; ++i) row[i] += scale * sums[i];
+  }
+}
+
 void adapt(Member& m, Rows y, Rows x, const std::vector<AdaptedRows>& runs, Workspace& workspace) {
   if (runs.empty()) return;
+  replace_rows(m, y, x, runs, workspace);
   const KernelTable& isa = kernels();
   std::vector<Task> tasks = make_tasks(runs, workspace.low_rank);
   each_piece(m, tasks, [](const Task& task) { return matrix_of(*task.part->down).num_panels; }, [&](const Task& task, int64_t panel) {

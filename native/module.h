@@ -114,7 +114,7 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
 
 // One adapter; its number is never used again.
 struct AdapterHolder {
-  AdapterHolder(nb::list products, nb::list experts);
+  AdapterHolder(nb::list products, nb::list experts, nb::list embedding);
   nb::list keep;
   AdapterWeights weights;
   uint64_t number;

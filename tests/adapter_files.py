@@ -25,7 +25,7 @@ def peft_adapter(model: Any, seed: int = 0, **config: Any) -> tuple[Any, Path]:
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**{"r": 4, "lora_alpha": 10, **config})).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
     folder = fresh_folder("adapter")
     adapted.save_pretrained(folder)

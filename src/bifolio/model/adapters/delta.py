@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import ModelFileError
+from bifolio.quant.tensor import QuantizedTensor
 
 Matrix = NDArray[Any]  # f32 or f16
 T = TypeVar("T")
@@ -47,6 +48,16 @@ class Delta:
     def scaled(self, scale: float) -> Delta:
         bias = None if self.bias is None else scaled(self.bias, scale)
         return replace(self, up=scaled(self.up, scale), bias=bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """All changes of an adapter file, by the names of the tensors of its base."""
+
+    deltas: list[Delta]
+    saved: Mapping[str, QuantizedTensor] = field(default_factory=dict)  # in place of those of the base
+    modules: tuple[str, ...] = ()  # that the file says it saves
+    ties: bool = False  # the embedding's changes are those of a tied head, too
 
 
 def scaled(values: Matrix, scale: float) -> NDArray[np.float32]:
