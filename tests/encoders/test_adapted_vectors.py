@@ -12,10 +12,12 @@ from encoder_models import TEXTS, encoder_model, oracle_states
 from serving import running_server
 from test_decoders import decoder
 from test_encoder_verbs import run
+from test_scores import logits as classifier_logits
 
 from adapter_files import peft_adapter
 from bifolio import LLM, PoolingParams
 from bifolio.errors import RequestError
+from helpers import fresh_folder, tiny_tokenizer
 
 TARGETS = {
     "bert": ["query", "value"], "xlm-roberta": ["query", "value"], "mpnet": ["q", "v", "o"],
@@ -23,6 +25,7 @@ TARGETS = {
     "qwen3": ["q_proj", "v_proj", "down_proj"],
 }  # fmt: skip
 STATES = PoolingParams(normalize=False)
+TEXT = ["Once upon a time", "The fox", "There was a little dog who ran"]
 
 
 @cache
@@ -95,3 +98,63 @@ def test_the_server_and_the_command_line_take_adapters(tmp_path: Path) -> None:
         run("embed", str(tmp_path / "texts.txt"), "-m", str(folder), "-o", str(tmp_path / "v.npy"), *lora)
         kept = [number for number, text in enumerate(texts) if text and "\n" not in text]
         assert np.array_equal(np.load(tmp_path / "v.npy"), own[kept])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
+def test_a_saved_classifier_scores_its_own_texts(name: str) -> None:
+    """`modules_to_save` of an adapter for classification: its layers, beside texts of the base in one batch."""
+    model, folder = encoder_model(name, "SequenceClassification", num_labels=3)
+    targets = TARGETS.get(name, ["query", "value"])
+    # PEFT saves the modules `classifier` and `score` for this task, whichever the model has
+    changed, adapter = peft_adapter(model, 1, target_modules=targets, task_type="SEQ_CLS")
+    with LLM(folder, lora_modules={"a": adapter}) as llm:
+        tokenizer = llm.model.require_tokenizer()
+        plain, ours = (
+            np.stack([each.outputs.data for each in llm.classify(list(TEXTS), lora_request=lora)])
+            for lora in (None, "a")
+        )
+        for text, one in zip(TEXTS, ours, strict=True):
+            rows = classifier_logits(changed, tokenizer.encode(text), False)
+            weights = np.exp(rows - rows.max())
+            assert np.abs(one - weights / weights.sum()).max() < 1e-5, text
+        each = ["a" if number % 2 else None for number in range(len(TEXTS))]
+        mixed = llm.classify(list(TEXTS), lora_request=each)
+        for number, one in enumerate(mixed):
+            assert np.array_equal(one.outputs.data, (ours if number % 2 else plain)[number])
+        assert np.abs(plain - ours).max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_saved_score_and_embedding_of_a_decoder() -> None:
+    model, folder = decoder_classifier()
+    saved = {"modules_to_save": ["score", "embed_tokens"], "target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
+    changed, adapter = peft_adapter(model, 1, **saved)
+    with LLM(folder, lora_modules={"a": adapter}) as llm:
+        tokenizer = llm.model.require_tokenizer()
+        found = [
+            np.stack([each.outputs.data for each in llm.classify(TEXT, lora_request=name)]) for name in (None, "a")
+        ]
+    for values, own in zip(found, (model, changed), strict=True):
+        for text, one in zip(TEXT, values, strict=True):
+            rows = classifier_logits(own, tokenizer.encode(text), False)
+            weights = np.exp(rows - rows.max())
+            assert np.abs(one - weights / weights.sum()).max() < 1e-5
+    assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def decoder_classifier() -> tuple[Any, Path]:
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, num_labels=3, pad_token_id=0,
+        initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    folder = fresh_folder("qwen3")
+    model.save_pretrained(folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return model, folder

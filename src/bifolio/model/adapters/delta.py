@@ -56,6 +56,7 @@ class Changes:
 
     deltas: list[Delta]
     saved: Mapping[str, QuantizedTensor] = field(default_factory=dict)  # in place of those of the base
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors of the base in the file
     modules: tuple[str, ...] = ()  # that the file says it saves
     ties: bool = False  # the embedding's changes are those of a tied head, too
 

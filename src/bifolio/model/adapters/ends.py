@@ -87,6 +87,7 @@ def saved_ends(
     if changes.ties and config.tie_embeddings and table is not None and head is None:
         head = table
     found.finish()
+    found.check_copies(changes.copies, ends)
     own = {"embedding": table, "head": head}
     _check_complete(changes.modules, ends, own, classifier, layers, path)
     return SavedEnds(table, head, bias, layers or None)
@@ -149,11 +150,14 @@ class _Found:
     def __init__(self, tensors: dict[str, QuantizedTensor], beginnings: tuple[str, ...], path: object) -> None:
         self._tensors, self._beginnings, self._path = tensors, beginnings, path
 
+    def _spells(self, given: str, name: str) -> bool:
+        """Whether a name of the file stands for one of the base."""
+        plain = given.replace("language_model.", "", 1)
+        return name in (given, plain, *(start + plain for start in self._beginnings))
+
     def take(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | None:
         """The tensor of a name of the base, which must fit; None: the file has none."""
-        spelled = [each for each in self._tensors if name in (each, *(start + each for start in self._beginnings))]
-        plain = [each for each in self._tensors if name == each.replace("language_model.", "", 1)]
-        known = list(dict.fromkeys([*spelled, *plain]))
+        known = [each for each in self._tensors if self._spells(each, name)]
         if len(known) > 1:
             raise ModelFileError(f"{self._path}: {name!r} is saved under two names: save the adapter again")
         return checked(self._tensors.pop(known[0]), name, shape, self._path) if known else None
@@ -163,6 +167,17 @@ class _Found:
         if tensor is None:
             raise ModelFileError(f"{self._path}: {name} is missing beside its matrix: save the adapter again")
         return tensor
+
+    def check_copies(self, copies: Mapping[str, tuple[int, ...]], ends: Ends) -> None:
+        """Raise unless the copies of tensors of the base are of the size of this base's; they are not read."""
+        for given, shape in copies.items():
+            own = [tensor for name, tensor in ends.tensors().items() if self._spells(given, name)]
+            if not own or own[0].whole != shape:
+                wanted = f"{own[0].whole}" if own else "no such tensor"
+                raise ModelFileError(
+                    f"{self._path} has a copy of {given.removesuffix('.weight')!r} with the shape {shape}, and the base "
+                    f"has {wanted}: use the adapter's own base"
+                )
 
     def finish(self) -> None:
         """Raise if a tensor was not taken."""

@@ -48,7 +48,7 @@ _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.(?P<kind
 _OF_TABLE = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<side>[AB])(\.default)?")
 _WHOLE = re.compile(r"(?P<module>.+?)(?P<copy>\.base_layer)?(\.modules_to_save(\.default)?)?\.(?P<kind>weight|bias)")
 MAX_PATTERN, MAX_NAME, MAX_REPEATS = 2000, 512, 2
-WHOLE = ("whole weight", "whole bias")
+WHOLE, COPY = ("whole weight", "whole bias"), "copy of weight"
 TIED = "lm_head"  # a target beside the embedding that target_modules names
 
 
@@ -145,8 +145,10 @@ def read_peft(folder: Path) -> Changes:
         own[kind] = tensors[name]
     if not modules:
         raise ModelFileError(f"{path} holds no tensor: save the adapter again")
-    saved = {}
+    saved, copies = {}, {}
     for module, own in modules.items():
+        if COPY in own:
+            copies[f"{module}.weight"] = own.pop(COPY).shape
         whole = {kind: own.pop(kind) for kind in WHOLE if kind in own}
         if whole and own:
             raise ModelFileError(
@@ -154,7 +156,7 @@ def read_peft(folder: Path) -> Changes:
             )
         saved |= {f"{module}.{kind.removeprefix('whole ')}": tensor for kind, tensor in whole.items()}
     deltas = in_parallel(lambda item: list(_deltas(config, *item)), [item for item in modules.items() if item[1]])
-    return Changes([delta for each in deltas for delta in each], saved, config.saved, config.ties)
+    return Changes([delta for each in deltas for delta in each], saved, copies, config.saved, config.ties)
 
 
 def _place_of(name: str, path: Path) -> tuple[str, str]:
