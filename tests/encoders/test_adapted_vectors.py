@@ -12,7 +12,6 @@ from encoder_models import TEXTS, encoder_model, oracle_states
 from serving import running_server
 from test_decoders import decoder
 from test_encoder_verbs import run
-from test_scores import logits as classifier_logits
 
 from adapter_files import peft_adapter
 from bifolio import LLM, PoolingParams
@@ -103,25 +102,17 @@ def test_the_server_and_the_command_line_take_adapters(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
 def test_a_saved_classifier_scores_its_own_texts(name: str) -> None:
-    """`modules_to_save` of an adapter for classification: its layers, beside texts of the base in one batch."""
+    """PEFT saves the modules `classifier` and `score` for this task, whichever the model has."""
     model, folder = encoder_model(name, "SequenceClassification", num_labels=3)
-    targets = TARGETS.get(name, ["query", "value"])
-    # PEFT saves the modules `classifier` and `score` for this task, whichever the model has
-    changed, adapter = peft_adapter(model, 1, target_modules=targets, task_type="SEQ_CLS")
+    changed, adapter = peft_adapter(model, 1, target_modules=TARGETS.get(name, ["query"]), task_type="SEQ_CLS")
     with LLM(folder, lora_modules={"a": adapter}) as llm:
-        tokenizer = llm.model.require_tokenizer()
-        plain, ours = (
-            np.stack([each.outputs.data for each in llm.classify(list(TEXTS), lora_request=lora)])
-            for lora in (None, "a")
-        )
-        for text, one in zip(TEXTS, ours, strict=True):
-            rows = classifier_logits(changed, tokenizer.encode(text), False)
-            weights = np.exp(rows - rows.max())
-            assert np.abs(one - weights / weights.sum()).max() < 1e-5, text
-        each = ["a" if number % 2 else None for number in range(len(TEXTS))]
-        mixed = llm.classify(list(TEXTS), lora_request=each)
+        tokenizer, texts = llm.model.require_tokenizer(), list(TEXTS)
+        plain, ours = scores(llm, texts, None), scores(llm, texts, "a")
+        for text, one in zip(texts, ours, strict=True):
+            assert np.abs(one - oracle_scores(changed, tokenizer.encode(text))).max() < 1e-5, text
+        mixed = scores(llm, texts, ["a" if number % 2 else None for number in range(len(texts))])
         for number, one in enumerate(mixed):
-            assert np.array_equal(one.outputs.data, (ours if number % 2 else plain)[number])
+            assert np.array_equal(one, (ours if number % 2 else plain)[number])
         assert np.abs(plain - ours).max() > 0.01
 
 
@@ -132,15 +123,23 @@ def test_a_saved_score_and_embedding_of_a_decoder() -> None:
     changed, adapter = peft_adapter(model, 1, **saved)
     with LLM(folder, lora_modules={"a": adapter}) as llm:
         tokenizer = llm.model.require_tokenizer()
-        found = [
-            np.stack([each.outputs.data for each in llm.classify(TEXT, lora_request=name)]) for name in (None, "a")
-        ]
+        found = [scores(llm, TEXT, name) for name in (None, "a")]
     for values, own in zip(found, (model, changed), strict=True):
         for text, one in zip(TEXT, values, strict=True):
-            rows = classifier_logits(own, tokenizer.encode(text), False)
-            weights = np.exp(rows - rows.max())
-            assert np.abs(one - weights / weights.sum()).max() < 1e-5
+            assert np.abs(one - oracle_scores(own, tokenizer.encode(text))).max() < 1e-5
     assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def scores(llm: LLM, texts: list[str], lora: Any) -> np.ndarray:
+    return np.stack([each.outputs.data for each in llm.classify(texts, lora_request=lora)])
+
+
+def oracle_scores(model: Any, tokens: list[int]) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        return np.asarray(model(ids, attention_mask=torch.ones_like(ids)).logits[0].softmax(-1))
 
 
 def decoder_classifier() -> tuple[Any, Path]:

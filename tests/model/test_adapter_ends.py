@@ -120,12 +120,12 @@ def test_a_quantised_base_takes_whole_matrices() -> None:
 OF_HEAD, OF_TABLE = "base_model.model.lm_head.", "base_model.model.model.embed_tokens."
 WRONG: dict[str, tuple[tuple[str, ...], dict[str, np.ndarray | None], dict[str, Any], str]] = {
     "another vocabulary": (("own head",), {OF_HEAD + "weight": np.ones((60, 32))}, {}, r"lm_head.weight has the shape"),
-    "another width": (("own table",), {OF_TABLE + "weight": np.ones((61, 7))}, {}, r"embed_tokens.weight has the shape"),
-    "NaN in a head": (("own head",), {OF_HEAD + "weight": np.full((61, 32), np.nan)}, {}, r"lm_head.weight has numbers"),
+    "another width": (("own table",), {OF_TABLE + "weight": np.ones((61, 7))}, {}, r"tokens.weight has the shape"),
+    "NaN in a head": (("own head",), {OF_HEAD + "weight": np.full((61, 32), np.nan)}, {}, r"head.weight has numbers"),
     "a missing head": ((), {}, {"modules_to_save": ["lm_head"]}, r"'lm_head', but lm_head.weight is missing"),
     "a missing table": ((), {}, {"modules_to_save": ["embed_tokens"]}, "embed_tokens.weight is missing"),
     "saved and low-rank": (("own head", "head"), {}, {}, "'lm_head' is saved as a whole and changed by low-rank"),
-    "a saved norm": (("own head",), {"base_model.model.model.norm.weight": np.ones(32)}, {}, "model.norm' is saved as a"),
+    "a saved norm": (("own head",), {"base_model.model.model.norm.weight": np.ones(32)}, {}, "norm' is saved as a"),
     "a norm to save": ((), {}, {"modules_to_save": ["norm"]}, "modules_to_save names 'norm'"),
     "a bias": (("own head",), {OF_HEAD + "bias": np.ones(61)}, {}, "'lm_head.bias' is saved as a whole"),
     "half a table": (("table",), {OF_TABLE + "lora_embedding_B": None}, {}, "lacks lora_embedding_B"),
@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[tuple[str, ...], dict[str, np.ndarray | None], dict[str, 
     "NaN in a table": (("table",), {OF_TABLE + "lora_embedding_A": np.full((4, 61), np.nan)}, {}, "not finite"),
     "a table with other ranks": (
         ("table",), {OF_TABLE + "lora_embedding_A": np.ones((3, 61))}, {}, "do not belong together"),
-    "a table as a matrix": (("table",), {OF_TABLE + "lora_A.weight": np.ones((4, 32))}, {}, "an embedding and a matrix"),
+    "a table as a matrix": (("table",), {OF_TABLE + "lora_A.weight": np.ones((4, 32))}, {}, "embedding and a matrix"),
     "a target that is not named": (("head",), {}, {"target_modules": ["q_proj"]}, "target_modules does not name"),
 }  # fmt: skip
 

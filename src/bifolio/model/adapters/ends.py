@@ -175,8 +175,8 @@ class _Found:
             if not own or own[0].whole != shape:
                 wanted = f"{own[0].whole}" if own else "no such tensor"
                 raise ModelFileError(
-                    f"{self._path} has a copy of {given.removesuffix('.weight')!r} with the shape {shape}, and the base "
-                    f"has {wanted}: use the adapter's own base"
+                    f"{self._path} has a copy of {given.removesuffix('.weight')!r} with the shape {shape}, and the "
+                    f"base has {wanted}: use the adapter's own base"
                 )
 
     def finish(self) -> None:
