@@ -126,7 +126,7 @@ class LowRank:
     """
 
     column: int  # the first of them
-    down: Array | None  # f32 or f16 [r, in]; None: `up` is [columns, in], in any format of files
+    down: Array  # f32 or f16 [r, in]; None: `up` is [columns, in], in any format of files
     up: Array  # f32 or f16 [columns, r]  the scale of the adapter is in it
     bias: Array | None = None  # f32[columns]
 

@@ -44,7 +44,7 @@ class AdapterWeights:
     def nbytes(self) -> int:
         """Bytes of the matrices."""
         low_rank = sum(part.down.nbytes + part.up.nbytes for part in parts_of(self.weights) if part.down is not None)
-        return low_rank + self.saved.nbytes
+        return int(low_rank) + self.saved.nbytes
 
 
 def parts_of(adapter: Adapter) -> Iterable[LowRank]:

@@ -145,7 +145,8 @@ def read_peft(folder: Path) -> Changes:
         own[kind] = tensors[name]
     if not modules:
         raise ModelFileError(f"{path} holds no tensor: save the adapter again")
-    saved, copies = {}, {}
+    saved: dict[str, QuantizedTensor] = {}
+    copies: dict[str, tuple[int, ...]] = {}
     for module, own in modules.items():
         if COPY in own:
             copies[f"{module}.weight"] = own.pop(COPY).shape
