@@ -23,6 +23,7 @@ from bifolio.errors import ConfigError, RequestError, did_you_mean
 from bifolio.kernels.interface import Adapter, DeviceSlots, Linear
 from bifolio.model.adapters.adapter import AdapterWeights, combined, read_adapter
 from bifolio.model.adapters.sites import head_site
+from bifolio.model.loaded import LoadedModel
 
 MAX_NAME = 128  # characters
 OF_ENDS = (
@@ -70,10 +71,16 @@ class AdapterStore:
     """Adapters by name; any thread may call it. The least recently used ones leave memory and are read again on use."""
 
     def __init__(
-        self, runner: ModelRunner, device: DeviceSlots | None, config: AdapterConfig, refusal: str | None
+        self,
+        model: LoadedModel,
+        runner: ModelRunner,
+        device: DeviceSlots | None,
+        config: AdapterConfig,
+        refusal: str | None,
     ) -> None:
         """`device`: of the engine's slots. `refusal`: the reason why this engine cannot run adapters."""
-        self._runner, self._device, self._config, self._refusal = runner, device, config, refusal
+        self._base, self._pooler = model.config, model.weights.pooler
+        self._kernels, self._device, self._config, self._refusal = runner.kernels, device, config, refusal
         self._named: OrderedDict[str, NamedAdapter] = OrderedDict()  # the least recently used first
         self._sums: OrderedDict[tuple[tuple[bytes, float], ...], LoadedAdapter] = OrderedDict()
         self._numbers = count(1)
@@ -81,12 +88,14 @@ class AdapterStore:
         self._loading = threading.Lock()  # files are read one adapter at a time
 
     @classmethod
-    def of(cls, config: AdapterConfig, runner: ModelRunner, device: DeviceSlots | None) -> AdapterStore:
+    def of(
+        cls, model: LoadedModel, config: AdapterConfig, runner: ModelRunner, device: DeviceSlots | None
+    ) -> AdapterStore:
         """The store of an engine; adapters run in one process. `device`: of the engine's slots."""
         refusal = None
         if runner.peers is not None:
             refusal = "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
-        return cls(runner, device, config, refusal)
+        return cls(model, runner, device, config, refusal)
 
     # -- names ----------------------------------------------------------------------------------------------------
     def __contains__(self, name: object) -> bool:
@@ -207,13 +216,13 @@ class AdapterStore:
         return loaded
 
     def _read(self, name: str, parts: Parts) -> LoadedAdapter:
-        base = self._runner.weights
-        read = [(read_adapter(path, base.config, self._config.max_rank, base.pooler), factor) for path, factor in parts]
+        limits = self._base, self._config.max_rank, self._pooler
+        read = [(read_adapter(path, *limits), factor) for path, factor in parts]
         return self._prepared(name, combined(read))
 
     def _prepared(self, name: str, weights: AdapterWeights) -> LoadedAdapter:
         """The adapter in the form of the kernels; one that does not run here, or does not fit, is refused."""
-        kernels, adapter = self._runner.kernels, weights.weights
+        kernels, adapter = self._kernels, weights.weights
         saved, free = weights.saved.nbytes, free_memory()
         if saved > free:
             raise ConfigError(
@@ -222,7 +231,7 @@ class AdapterStore:
             )
         if self._device is None:
             prepared = kernels.prepare_adapter(adapter)
-        elif adapter.embedding or head_site(self._runner.weights.config.num_layers) in adapter.products:
+        elif adapter.embedding or head_site(self._base.num_layers) in adapter.products:
             raise ConfigError(OF_ENDS)
         else:
             prepared = self._device.prepare_adapter(adapter)
