@@ -126,7 +126,7 @@ def test_replaced_weights_and_sleep_keep_the_ends() -> None:
     llm.wake_up()
     assert run() == before
     damaged = end_folder(base(False), "own head", modules_to_save=["lm_head", "embed_tokens"])
-    with pytest.raises(ModelFileError, match="embed_tokens.weight is missing"):
+    with pytest.raises(ModelFileError, match=r"embed_tokens\.weight is missing"):
         llm.engine.adapters.load("a", damaged, in_place=True)
     assert llm.engine.adapters.get("a") is own
     llm.load_weights(base(False))
