@@ -5,11 +5,16 @@
 
 namespace bifolio {
 
-// Adds up (down x) to the columns from `column` on. Without `down` up x takes the place of all columns.
+// Adds up (down x) + bias to the columns from `column` on; or `whole` x takes the place of all columns.
 struct LowRank {
   int64_t column;
-  const LinearWeights *down, *up;  // [r, in], [columns, r]; null, [columns, in]
+  PackedMatrix down{}, up{};             // [r, in], [columns, r]
+  const float* bias = nullptr;           // [columns], null: none
+  const LinearWeights* whole = nullptr;  // [columns, in], null: of low rank
   size_t wave = 0;  // parts that change the same columns are added one after the other, in the order of their waves
+
+  int64_t inputs() const { return whole ? whole->in_features() : down.k; }
+  int64_t outputs() const { return whole ? whole->out_features() : up.n; }
 };
 
 // The waves of the parts of one product: a part comes after all earlier ones whose columns overlap its own.

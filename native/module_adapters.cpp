@@ -2,6 +2,7 @@
 #include "module_program.h"
 
 #include <atomic>
+#include <cstring>
 
 using namespace nanobind::literals;
 
@@ -14,21 +15,6 @@ const LinearWeights& dense_weights(const char* name, nb::handle value) {
   require(weights->pieces().size() == 1 && weights->pieces().front().matrix.format <= Format::F16, name,
           " must be one matrix in F32 or F16");
   return *weights;
-}
-
-// (site, column, down, up), where an expert's have (site, expert, is_down, column, down, up).
-// down is None: up takes the place of the base's matrix.
-LowRank low_rank(const nb::tuple& entry, size_t at) {
-  if (entry[at + 1].is_none()) {
-    const LinearWeights* own = nullptr;
-    require(nb::try_cast(entry[at + 2], own) && own, "up must be weights made by make_linear");
-    return {nb::cast<int64_t>(entry[at]), nullptr, own, 0};
-  }
-  const LowRank part{nb::cast<int64_t>(entry[at]), &dense_weights("down", entry[at + 1]), &dense_weights("up", entry[at + 2]), 0};
-  require_between("a column", part.column, 0, kMaxWidth);
-  require(part.up->in_features() == part.down->out_features(), "up has ", part.up->in_features(), " inputs and must have ",
-          part.down->out_features(), ", the outputs of down");
-  return part;
 }
 
 void require_entry(const char* name, nb::handle entry, size_t size) {
@@ -74,13 +60,13 @@ Register adapt(ProgramHolder& self, Register y, Register x, int64_t site) {
 }
 
 void require_fit(const char* kind, int64_t site, const LowRank& part, int64_t inputs, int64_t outputs) {
-  if (!part.down) {
-    require(part.column == 0 && part.up->out_features() == outputs && part.up->in_features() == inputs, "an adapter has a matrix of ",
-            part.up->out_features(), " x ", part.up->in_features(), " at ", kind, " ", site, " and must have ", outputs, " x ", inputs);
+  if (part.whole) {
+    require(part.column == 0 && part.outputs() == outputs && part.inputs() == inputs, "an adapter has a matrix of ", part.outputs(), " x ",
+            part.inputs(), " at ", kind, " ", site, " and must have ", outputs, " x ", inputs);
     return;
   }
-  require(part.down->in_features() == inputs, "an adapter has ", part.down->in_features(), " inputs at ", kind, " ", site, " and must have ", inputs);
-  require(part.column + part.up->out_features() <= outputs, "an adapter ends at column ", part.column + part.up->out_features(), " of ", kind, " ",
+  require(part.inputs() == inputs, "an adapter has ", part.inputs(), " inputs at ", kind, " ", site, " and must have ", inputs);
+  require(part.column + part.outputs() <= outputs, "an adapter ends at column ", part.column + part.outputs(), " of ", kind, " ",
           site, ", which has ", outputs);
 }
 
@@ -94,6 +80,50 @@ void add_changes(const Call& c, Rows y, Rows x, int64_t site, bool of_logit_rows
     const AdapterWeights* adapter = use->of(tokens ? tokens[row] : row);
     return adapter ? adapter->product(site) : nullptr;
   }), c.workspace);
+}
+
+// (site, column, down, up), where an expert's have (site, expert, is_down, column, down, up).
+// down is None: up takes the place of the base's matrix.
+LowRank AdapterHolder::low_rank(const nb::tuple& entry, size_t at) {
+  LowRank part{nb::cast<int64_t>(entry[at])};
+  require_between("a column", part.column, 0, kMaxWidth);
+  if (entry[at + 1].is_none()) {
+    require(nb::try_cast(entry[at + 2], part.whole) && part.whole, "up must be weights made by make_linear");
+    keep.append(entry[at + 2]);
+    return part;
+  }
+  const LinearWeights &down = dense_weights("down", entry[at + 1]), &up = dense_weights("up", entry[at + 2]);
+  require(up.in_features() == down.out_features(), "up has ", up.in_features(), " inputs and must have ", down.out_features(),
+          ", the outputs of down");
+  part.down = down.pieces().front().matrix, part.up = up.pieces().front().matrix, part.bias = up.bias();
+  return part;
+}
+
+void AdapterHolder::join() {
+  std::vector<LowRank*> parts;
+  for (auto& own : weights.products)
+    for (LowRank& part : own) parts.push_back(&part);
+  for (auto& every : weights.experts)
+    for (ExpertAdapter& own : every)
+      for (auto* side : {&own.up, &own.down})
+        for (LowRank& part : *side) parts.push_back(&part);
+  const auto bytes_of = [](const PackedMatrix& matrix) { return matrix.panel_bytes * size_t(matrix.num_panels); };
+  const auto bias_bytes = [](const LowRank& part) { return part.bias ? size_t(round_up(part.up.n * 4, 64)) : 0; };
+  size_t size = 64;
+  for (const LowRank* part : parts)
+    if (!part->whole) size += bytes_of(part->down) + bytes_of(part->up) + bias_bytes(*part);
+  memory = std::make_unique<HugeBuffer>(size);
+  uint8_t* at = memory->data();
+  for (LowRank* part : parts) {
+    if (part->whole) continue;
+    for (PackedMatrix* matrix : {&part->down, &part->up}) {
+      std::memcpy(at, matrix->data, bytes_of(*matrix));
+      matrix->data = at, at += bytes_of(*matrix);
+    }
+    if (!part->bias) continue;
+    std::memcpy(at, part->bias, size_t(part->up.n) * sizeof(float));
+    part->bias = reinterpret_cast<const float*>(at), at += bias_bytes(*part);
+  }
 }
 
 AdapterHolder::AdapterHolder(nb::list products, nb::list experts, nb::list embedding) {
@@ -125,7 +155,8 @@ AdapterHolder::AdapterHolder(nb::list products, nb::list experts, nb::list embed
   for (auto& parts : weights.products) set_waves(parts);
   for (auto& every : weights.experts)
     for (ExpertAdapter& own : every) set_waves(own.up), set_waves(own.down);
-  keep.append(products), keep.append(experts), keep.append(embedding);
+  keep.append(embedding);
+  join();
 }
 
 void ProgramHolder::require_adapter(const AdapterHolder& adapter) {

@@ -61,8 +61,14 @@ class Changes:
     ties: bool = False  # the embedding's changes are those of a tied head, too
 
 
-def scaled(values: Matrix, scale: float) -> NDArray[np.float32]:
-    return np.asarray(values, np.float32) * np.float32(scale)
+def scaled(values: Matrix, scale: float) -> Matrix:
+    """The values times a factor; half floats stay half floats where they hold the result to the last bit."""
+    result = np.asarray(values, np.float32) * np.float32(scale)
+    if values.dtype != np.float16:
+        return result
+    with np.errstate(over="ignore"):
+        half = result.astype(np.float16)
+    return half if np.array_equal(half, result) else result
 
 
 def check_delta(delta: Delta, path: object, max_rank: int) -> Delta:
