@@ -83,7 +83,7 @@ def test_mixed_adapters_in_one_batch_have_their_solo_outputs(tied: bool) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("number", [1, 2, 7])
 def test_other_features_keep_the_ends_of_an_adapter(number: int) -> None:
-    """Beams, a grammar, n-gram drafts and small chunks give the results of an engine whose base has the changes."""
+    """Drafts of n-grams, which the adapted head verifies, and small chunks of the prompt change no token."""
     prompt = tuple(random_prompt(9, 2, 61)) * 2
     plain = alone(number, prompt, tied=False)
     drafted = alone(number, prompt, tied=False, speculative=SpeculativeConfig("ngram", adaptive=False))
