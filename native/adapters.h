@@ -5,15 +5,26 @@
 
 namespace bifolio {
 
-// Adds up (down x) to the columns from `column` on.
+// Adds up (down x) + bias to the columns from `column` on; or `whole` x takes the place of all columns.
 struct LowRank {
   int64_t column;
-  const LinearWeights *down, *up;  // [r, in], [columns, r]
+  PackedMatrix down{}, up{};             // [r, in], [columns, r]
+  const float* bias = nullptr;           // [columns], null: none
+  const LinearWeights* whole = nullptr;  // [columns, in], null: of low rank
   size_t wave = 0;  // parts that change the same columns are added one after the other, in the order of their waves
+
+  int64_t inputs() const { return whole ? whole->in_features() : down.k; }
+  int64_t outputs() const { return whole ? whole->out_features() : up.n; }
 };
 
 // The waves of the parts of one product: a part comes after all earlier ones whose columns overlap its own.
 void set_waves(std::vector<LowRank>& parts);
+
+// The change of an embedding: the row of a token times `down` is added. Without `down` the row takes the place of the base's.
+struct TableChange {
+  EmbeddingTable rows;  // [vocab, r]; [vocab, d]
+  EmbeddingTable down;  // f32 [r, d]; no data: there is none
+};
 
 struct ExpertAdapter {
   std::vector<LowRank> up, down;  // of the two products of one expert
@@ -23,6 +34,7 @@ struct ExpertAdapter {
 struct AdapterWeights {
   std::vector<std::vector<LowRank>> products;        // by site
   std::vector<std::vector<ExpertAdapter>> experts;   // by site, then by expert
+  std::vector<TableChange> embedding;                // in this order
 
   const std::vector<LowRank>* product(int64_t site) const {
     return size_t(site) < products.size() && !products[size_t(site)].empty() ? &products[size_t(site)] : nullptr;
@@ -59,6 +71,12 @@ std::vector<AdaptedRows> adapted_rows(int64_t count, PartsOf parts_of) {
   }
   return runs;
 }
+
+// The rows of runs whose products have matrices of their own: y = up x.
+void replace_rows(Member& m, Rows y, Rows x, const std::vector<AdaptedRows>& runs, Workspace& workspace);
+
+// The embedding of a token with the changes of its adapter; `scale` multiplies those of the table.
+void change_embedding(float* row, int64_t token_id, const std::vector<TableChange>& changes, float scale, Scratch& memory);
 
 // y += up (down x) for the rows of each run. A row's result depends on the row and its adapter alone: both sums are chains of fma
 // in the order of float weights.

@@ -114,9 +114,12 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
 
 // One adapter; its number is never used again.
 struct AdapterHolder {
-  AdapterHolder(nb::list products, nb::list experts);
+  AdapterHolder(nb::list products, nb::list experts, nb::list embedding);
+  LowRank low_rank(const nb::tuple& entry, size_t at);
+  void join();  // copies all low-rank matrices to one piece of memory, in their order
   nb::list keep;
   AdapterWeights weights;
+  std::unique_ptr<HugeBuffer> memory;
   uint64_t number;
 };
 

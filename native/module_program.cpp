@@ -131,6 +131,14 @@ void set_adapters(ProgramHolder& self, BatchArrays& batch, const nb::list& adapt
   for (int64_t i = 0; i < batch.step.num_tokens; ++i)
     require(batch.adapter_rows.data()[i] >= -1 && batch.adapter_rows.data()[i] < count, "adapter_rows[", i, "] is ", batch.adapter_rows.data()[i],
             " and must be -1 or below ", count, ", the number of adapters");
+  int64_t vocabulary = INT64_MAX;
+  if (!self.adapted_tables.empty())
+    for (const AdapterWeights* each : batch.adapters.loaded)
+      for (const TableChange& change : each->embedding) vocabulary = std::min(vocabulary, change.rows.rows);
+  if (vocabulary < INT64_MAX) {
+    require(batch.step.token_ids, "ids is None and must be given: adapters change the embedding");
+    require_elements("ids", batch.step.token_ids, size_t(batch.step.num_tokens), vocabulary, "the embedding of an adapter");
+  }
   batch.adapters.rows = batch.adapter_rows.data();
   batch.step.adapters = &batch.adapters;
 }

@@ -25,6 +25,7 @@ struct ProgramHolder {
   std::vector<std::pair<Register, int64_t>> given_routings;  // given registers that name experts, and their number
   std::vector<std::tuple<int64_t, int64_t, int64_t>> adapted;                  // site, inputs and outputs of each product
   std::vector<std::pair<int64_t, const ExpertWeights*>> adapted_experts;     // by site
+  std::vector<int64_t> adapted_tables;                                       // width of each embedding that adapters change
   std::set<uint64_t> fitting;                                                // numbers of adapters that were checked
   size_t num_given = 0;    // registers that are rows of the caller
   int64_t taps_width = 0;  // of the widest array that the taps fill; 0: there are none
@@ -82,6 +83,9 @@ auto recording(Result (*record)(ProgramHolder&, Arguments...)) {
     return record(self, static_cast<Arguments>(arguments)...);
   };
 }
+
+// Adds the changes of the adapters of rows at a site.
+void add_changes(const Call& c, Rows y, Rows x, int64_t site, bool of_logit_rows);
 
 using ProgramClass = nb::class_<ProgramHolder>;
 void bind_operations(ProgramClass& program);

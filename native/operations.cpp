@@ -252,13 +252,18 @@ Register linear(ProgramHolder& self, Register x, const LinearWeights& weights) {
   return out;
 }
 
-Register logits(ProgramHolder& self, Register x, const LinearWeights& head, float softcap) {
+// `site`: of the adapters of the head; -1: they do not change it.
+Register logits(ProgramHolder& self, Register x, const LinearWeights& head, float softcap, int64_t site) {
   self.require_register("x", x, head.in_features());
   require(std::isfinite(softcap) && softcap >= 0.0f, "softcap is ", softcap, " and must be a finite number of at least 0 (0: none)");
+  require_between("site", site, -1, kMaxSites - 1);
+  if (site >= 0) self.adapted.push_back({site, head.in_features(), head.out_features()});
   self.hold(head);
+  const bool of_logit_rows = self.program.of_logit_rows(x);
   return self.record("logits", {x}, self.program.like(x, head.out_features()), [=, &head](const Call& c) {
     const Rows out = c.out();
     linear(c.m, c.in(), head, out, c.workspace);
+    if (site >= 0) add_changes(c, out, c.in(), site, of_logit_rows);
     if (softcap != 0.0f) each_row(c.m, out.count, out.width, [&](int64_t row) { kernels().softcap_row(out.row(row), out.width, softcap); });
   });
 }
@@ -399,7 +404,7 @@ void bind_operations(ProgramClass& program) {
       .def("gate", recording(&gate), "x"_a, "logits"_a)
       .def("join_columns", recording(&join_columns), "parts"_a, "starts"_a, "stops"_a, array("factors") = nb::none())
       .def("linear", recording(&linear), "x"_a, "weights"_a)
-      .def("logits", recording(&logits), "x"_a, "head"_a, "softcap"_a)
+      .def("logits", recording(&logits), "x"_a, "head"_a, "softcap"_a, "site"_a = -1)
       .def("all_gather", recording(&all_gather), "x"_a, "ranks"_a, "widths"_a)
       .def("all_reduce", recording(&all_reduce), "x"_a, "ranks"_a)
       .def("mix_streams", recording(&mix_streams), "x"_a, "coefficients"_a, "streams"_a)

@@ -25,7 +25,7 @@ def peft_adapter(model: Any, seed: int = 0, **config: Any) -> tuple[Any, Path]:
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**{"r": 4, "lora_alpha": 10, **config})).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
     folder = fresh_folder("adapter")
     adapted.save_pretrained(folder)
@@ -93,3 +93,28 @@ def gguf_adapter(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def end_folder(base: Path, *kinds: str, seed: int = 0, rank: int = 4, **changed: Any) -> Path:
+    """An adapter of a tiny Llama that also changes its ends: "head", "table" by low rank; "own head", "own table"."""
+    config = json.loads((base / "config.json").read_text())
+    vocabulary, d = config["vocab_size"], config["hidden_size"]
+    rng = np.random.default_rng(100 + seed)
+
+    def random(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * 0.3).astype(np.float32)
+
+    found: dict[str, np.ndarray] = {}
+    for kind in kinds:
+        name = "base_model.model." + ("lm_head" if "head" in kind else "model.embed_tokens")
+        if kind.startswith("own "):
+            found[name + ".weight"] = random(vocabulary, d)
+        elif kind == "head":
+            found |= {name + ".lora_A.weight": random(rank, d), name + ".lora_B.weight": random(vocabulary, rank)}
+        else:
+            found |= {name + ".lora_embedding_A": random(rank, vocabulary), name + ".lora_embedding_B": random(d, rank)}
+    modules = {"own head": "lm_head", "own table": "embed_tokens"}
+    targets = [module.rpartition(".")[2] for module in sizes_of(base)] + ["lm_head", "embed_tokens"]
+    values = {"target_modules": targets, "modules_to_save": [modules[kind] for kind in kinds if kind in modules]}
+    tensors = adapter_tensors(base, rank, seed) | found | changed.pop("tensors", {})
+    return adapter_folder(base, rank=rank, seed=seed, tensors=tensors, **{**values, **changed})

@@ -16,6 +16,7 @@ from test_encoder_verbs import run
 from adapter_files import peft_adapter
 from bifolio import LLM, PoolingParams
 from bifolio.errors import RequestError
+from helpers import fresh_folder, tiny_tokenizer
 
 TARGETS = {
     "bert": ["query", "value"], "xlm-roberta": ["query", "value"], "mpnet": ["q", "v", "o"],
@@ -23,6 +24,7 @@ TARGETS = {
     "qwen3": ["q_proj", "v_proj", "down_proj"],
 }  # fmt: skip
 STATES = PoolingParams(normalize=False)
+TEXT = ["Once upon a time", "The fox", "There was a little dog who ran"]
 
 
 @cache
@@ -95,3 +97,63 @@ def test_the_server_and_the_command_line_take_adapters(tmp_path: Path) -> None:
         run("embed", str(tmp_path / "texts.txt"), "-m", str(folder), "-o", str(tmp_path / "v.npy"), *lora)
         kept = [number for number, text in enumerate(texts) if text and "\n" not in text]
         assert np.array_equal(np.load(tmp_path / "v.npy"), own[kept])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])
+def test_a_saved_classifier_scores_its_own_texts(name: str) -> None:
+    """PEFT saves the modules `classifier` and `score` for this task, whichever the model has."""
+    model, folder = encoder_model(name, "SequenceClassification", num_labels=3)
+    changed, adapter = peft_adapter(model, 1, target_modules=TARGETS.get(name, ["query"]), task_type="SEQ_CLS")
+    with LLM(folder, lora_modules={"a": adapter}) as llm:
+        tokenizer, texts = llm.model.require_tokenizer(), list(TEXTS)
+        plain, ours = scores(llm, texts, None), scores(llm, texts, "a")
+        for text, one in zip(texts, ours, strict=True):
+            assert np.abs(one - oracle_scores(changed, tokenizer.encode(text))).max() < 1e-5, text
+        mixed = scores(llm, texts, ["a" if number % 2 else None for number in range(len(texts))])
+        for number, one in enumerate(mixed):
+            assert np.array_equal(one, (ours if number % 2 else plain)[number])
+        assert np.abs(plain - ours).max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_saved_score_and_embedding_of_a_decoder() -> None:
+    model, folder = decoder_classifier()
+    saved = {"modules_to_save": ["score", "embed_tokens"], "target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
+    changed, adapter = peft_adapter(model, 1, **saved)
+    with LLM(folder, lora_modules={"a": adapter}) as llm:
+        tokenizer = llm.model.require_tokenizer()
+        found = [scores(llm, TEXT, name) for name in (None, "a")]
+    for values, own in zip(found, (model, changed), strict=True):
+        for text, one in zip(TEXT, values, strict=True):
+            assert np.abs(one - oracle_scores(own, tokenizer.encode(text))).max() < 1e-5
+    assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def scores(llm: LLM, texts: list[str], lora: Any) -> np.ndarray:
+    return np.stack([each.outputs.data for each in llm.classify(texts, lora_request=lora)])
+
+
+def oracle_scores(model: Any, tokens: list[int]) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        return np.asarray(model(ids, attention_mask=torch.ones_like(ids)).logits[0].softmax(-1))
+
+
+def decoder_classifier() -> tuple[Any, Path]:
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, num_labels=3, pad_token_id=0,
+        initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    folder = fresh_folder("qwen3")
+    model.save_pretrained(folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return model, folder

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from adapter_cases import DEPTH, WIDTHS, new_adapters
 
-from adapter_files import adapter_folder
+from adapter_files import adapter_folder, end_folder
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Adapter, AdapterUse, ExpertLowRank, ProductShape
@@ -107,6 +107,17 @@ def test_adapters_leave_the_device_by_age_and_come_back() -> None:
 def test_adapters_of_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match="adapters of experts do not run on a GPU"):
         new_slots().prepare(Adapter({}, {0: (ExpertLowRank(),)}))
+
+
+@pytest.mark.parametrize("kind", ["own head", "own table", "head", "table"])
+def test_adapters_of_the_head_and_the_embedding_are_refused(kind: str) -> None:
+    """Captured steps read no table and no head of an adapter; other adapters go on."""
+    base = tiny_folder()
+    engine = make_engine(load_folder(base), kernels=TritonKernels("cpu", "f32"), **SIZES)
+    with pytest.raises(ConfigError, match="adapters that change the head or the embedding do not run on a GPU"):
+        engine.adapters.load("a", end_folder(base, kind))
+    assert "a" not in engine.adapters
+    assert engine.adapters.load("b", adapter_folder(base)).prepared is not None
 
 
 def with_adapters(kernels: Any, folder: Path, **options: Any) -> tuple[InferenceEngine, list[Any]]:

@@ -9,11 +9,14 @@ from case_table import Outputs, activations, case, normal
 from expert_cases import EXPERTS, new_experts, spread_logits
 from network_cases import new_linear
 
-from bifolio.kernels.interface import Adapter, AdapterUse, ExpertLowRank, KernelSet, LowRank, Router
+from bifolio.kernels.interface import Adapter, AdapterUse, Batch, ExpertLowRank, KernelSet, Linear, LowRank, Router
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
 
 WIDTHS, DEPTH = (48, 16, 31), 64
 RANKS = (1, 8, 33)
 ROWS = (1, 4, 70)
+TOKENS = 40
 
 
 def low_rank(
@@ -93,4 +96,40 @@ def mixed_with_adapters(kernels: KernelSet, rng: np.random.Generator) -> Outputs
             routing = kernels.route(kernels.from_host(spread_logits(rng, count)), Router(3, renormalise=True))
             use = AdapterUse(adapters, rows_of(rng, count, 2))
             results.append(kernels.to_host(kernels.mix_experts(x, routing, experts, use)))
+    return tuple(results)
+
+
+@case("adapt_embedding")
+def adapt_embedding(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Tokens of a table in place of the base's, of low-rank changes of it, of both, and of none."""
+    own = QuantizedTensor.quantize(normal(rng, TOKENS, DEPTH), QuantFormat.BF16)
+    thin = LowRank(0, normal(rng, RANKS[0], DEPTH), normal(rng, TOKENS, RANKS[0]))
+    every = (LowRank(0, None, own),), (thin,), (LowRank(0, None, own), thin), ()
+    adapters = tuple(kernels.prepare_adapter(Adapter(embedding=each)) for each in every)
+    table, results = kernels.prepare_embedding(normal(rng, TOKENS, DEPTH)), []
+    for count in ROWS:
+        ids = kernels.from_host(rng.integers(0, TOKENS, count).astype(np.int32))
+        use = AdapterUse(adapters, rows_of(rng, count, len(every)))
+        for scale in (1.0, 2.5):
+            plain = kernels.embed(table, ids, scale)
+            results.append(kernels.to_host(kernels.adapt_embedding(plain, ids, scale, use)))
+    return tuple(results)
+
+
+@case("logits", "with adapters")
+def adapted_logits(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Rows of a head in place of the base's, of a low-rank change, and of none, before the cap."""
+    own = QuantizedTensor.quantize(normal(rng, sum(WIDTHS), DEPTH), QuantFormat.F16)
+    thin = low_rank(rng, sum(WIDTHS), DEPTH, RANKS[0])
+    every = (LowRank(0, None, own, normal(rng, sum(WIDTHS))),), (thin,), ()
+    adapters = tuple(kernels.prepare_adapter(Adapter({7: parts} if parts else {})) for parts in every)
+    weight = QuantizedTensor.from_array(normal(rng, sum(WIDTHS), DEPTH))
+    head, results = kernels.prepare_linear(Linear((weight,), (None,), site=7)), []
+    for count in ROWS:
+        tokens = kernels.from_host(np.arange(2 * count, dtype=np.int32))
+        rows = kernels.from_host(np.arange(0, 2 * count, 2, dtype=np.int32))
+        use = AdapterUse(adapters, rows_of(rng, 2 * count, len(every)))
+        batch = Batch(tokens, tokens, None, (), rows, adapters=use)
+        x = activations(kernels, normal(rng, count, DEPTH))
+        results += [kernels.to_host(kernels.logits(x, head, softcap, batch)) for softcap in (0.0, 3.0)]
     return tuple(results)

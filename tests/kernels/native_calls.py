@@ -332,8 +332,10 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Adapter": lambda: {
         "products": [(3, 0, linear(8, WIDTH), linear(48, 8))],
         "experts": [(5, 1, 0, 16, linear(4, WIDTH), linear(16, 4))],
+        "embedding": [(table(), None), (table(VOCAB, 8), table(8, WIDTH))],
     },
     "Program.adapt": lambda: recording(y="qkv", x="x", site=3),
+    "Program.adapt_embedding": lambda: recording(x="x", scale=2.0),
     "Program.head_linear": lambda: recording(x="x", heads=heads(), start=4),
     "Program.join_latent": joined,
     "Program.width": lambda: recording(x="x"),

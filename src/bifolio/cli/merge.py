@@ -52,7 +52,9 @@ def merge(
     check_target(target, overwrite=force)
     model = load_model(base)
     parts = [path_and_scale(each) for each in lora]
-    adapter = combined([(read_adapter(path, model.config, MAX_LORA_RANK), scale) for path, scale in parts])
+    adapter = combined(
+        [(read_adapter(path, model.config, MAX_LORA_RANK, model.weights.pooler), scale) for path, scale in parts]
+    )
     report = write(target, merged(model, adapter), mix, None, force, lambda line: None)
     if as_json:
         commands.echo(json.dumps({**as_record(report), "rank": adapter.rank, "parameters": adapter.num_parameters}))

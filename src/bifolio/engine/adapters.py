@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
-from bifolio.config import AdapterConfig, ModelConfig
+from bifolio.config import AdapterConfig
 from bifolio.engine.executor import ModelRunner
+from bifolio.engine.host_memory import free_memory
+from bifolio.engine.memory import show_bytes
 from bifolio.errors import ConfigError, RequestError, did_you_mean
-from bifolio.kernels.interface import Adapter, DeviceSlots
+from bifolio.kernels.interface import Adapter, DeviceSlots, Linear
 from bifolio.model.adapters.adapter import AdapterWeights, combined, read_adapter
+from bifolio.model.adapters.sites import head_site
+from bifolio.model.loaded import LoadedModel
 
 MAX_NAME = 128  # characters
+OF_ENDS = (
+    "adapters that change the head or the embedding do not run on a GPU: pass device='cpu', or merge the adapter into "
+    "the model"
+)
 AdapterSource: TypeAlias = str | Path | Sequence[tuple[str | Path, float]]  # a path, or a sum of paths with factors
 Parts: TypeAlias = tuple[tuple[str, float], ...]
 
@@ -37,6 +45,7 @@ class LoadedAdapter:
     name: str
     weights: AdapterWeights
     prepared: Adapter
+    pooler: Mapping[int, Linear] = field(default_factory=dict)  # its layers of a classifier, prepared
 
     @property
     def digest(self) -> bytes:
@@ -62,10 +71,16 @@ class AdapterStore:
     """Adapters by name; any thread may call it. The least recently used ones leave memory and are read again on use."""
 
     def __init__(
-        self, model: ModelConfig, prepare: Callable[[Adapter], Adapter], config: AdapterConfig, refusal: str | None
+        self,
+        model: LoadedModel,
+        runner: ModelRunner,
+        device: DeviceSlots | None,
+        config: AdapterConfig,
+        refusal: str | None,
     ) -> None:
-        """`prepare`: for the kernels. `refusal`: the reason why this engine cannot run adapters."""
-        self._model, self._prepare, self._config, self._refusal = model, prepare, config, refusal
+        """`device`: of the engine's slots. `refusal`: the reason why this engine cannot run adapters."""
+        self._base, self._pooler = model.config, model.weights.pooler
+        self._kernels, self._device, self._config, self._refusal = runner.kernels, device, config, refusal
         self._named: OrderedDict[str, NamedAdapter] = OrderedDict()  # the least recently used first
         self._sums: OrderedDict[tuple[tuple[bytes, float], ...], LoadedAdapter] = OrderedDict()
         self._numbers = count(1)
@@ -74,14 +89,13 @@ class AdapterStore:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, config: AdapterConfig, runner: ModelRunner, device: DeviceSlots | None
+        cls, model: LoadedModel, config: AdapterConfig, runner: ModelRunner, device: DeviceSlots | None
     ) -> AdapterStore:
         """The store of an engine; adapters run in one process. `device`: of the engine's slots."""
         refusal = None
         if runner.peers is not None:
             refusal = "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
-        prepare = runner.kernels.prepare_adapter if device is None else device.prepare_adapter
-        return cls(model, prepare, config, refusal)
+        return cls(model, runner, device, config, refusal)
 
     # -- names ----------------------------------------------------------------------------------------------------
     def __contains__(self, name: object) -> bool:
@@ -155,7 +169,7 @@ class AdapterStore:
             if found is None:
                 weights = combined([(adapter.weights, factor) for adapter, factor in used])
                 name = "+".join(adapter.name for adapter, _ in used)
-                found = LoadedAdapter(name, weights, self._prepare(weights.weights))
+                found = self._prepared(name, weights)
             self._sums[key] = found
             self._sums.move_to_end(key)
             while len(self._sums) > self._config.max_loras:
@@ -202,9 +216,27 @@ class AdapterStore:
         return loaded
 
     def _read(self, name: str, parts: Parts) -> LoadedAdapter:
-        read = [(read_adapter(path, self._model, self._config.max_rank), factor) for path, factor in parts]
-        weights = combined(read)
-        return LoadedAdapter(name, weights, self._prepare(weights.weights))
+        limits = self._base, self._config.max_rank, self._pooler
+        read = [(read_adapter(path, *limits), factor) for path, factor in parts]
+        return self._prepared(name, combined(read))
+
+    def _prepared(self, name: str, weights: AdapterWeights) -> LoadedAdapter:
+        """The adapter in the form of the kernels; one that does not run here, or does not fit, is refused."""
+        kernels, adapter = self._kernels, weights.weights
+        saved, free = weights.saved.nbytes, free_memory()
+        if saved > free:
+            raise ConfigError(
+                f"the adapter {weights.path} has {show_bytes(saved)} of its own head and embedding, and "
+                f"{show_bytes(free)} of memory are free: merge it into the model, or lower max_loras"
+            )
+        if self._device is None:
+            prepared = kernels.prepare_adapter(adapter)
+        elif adapter.embedding or head_site(self._base.num_layers) in adapter.products:
+            raise ConfigError(OF_ENDS)
+        else:
+            prepared = self._device.prepare_adapter(adapter)
+        pooler = {number: kernels.prepare_linear(own) for number, own in (weights.saved.pooler or {}).items()}
+        return LoadedAdapter(name, weights, prepared, pooler)
 
     def _used(self, name: str) -> None:
         self._named.move_to_end(name)

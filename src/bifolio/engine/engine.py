@@ -105,7 +105,7 @@ class InferenceEngine(KeptConversations):
         self.postprocess = Postprocessor(
             self.batcher, self.phases, self.blocks, self.slots, self.runner, self.speculator, speculation
         )
-        self.adapters = AdapterStore.of(model.config, config.adapters, self.runner, self.slots.device)
+        self.adapters = AdapterStore.of(model, config.adapters, self.runner, self.slots.device)
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet

@@ -16,11 +16,12 @@ import numpy as np
 
 from bifolio.config import HeadConfig, ModelConfig, PoolingConfig
 from bifolio.config.pooling import PoolingKind
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.slot_state import SlotState
 from bifolio.errors import NO_FINITE_STATE, ModelOutputError, RequestError
-from bifolio.model.pooler_weights import through
+from bifolio.model.pooler_weights import PoolerWeights, through
 from bifolio.pooling_params import PoolingParams
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
@@ -153,14 +154,29 @@ class PooledPass:
         return _finished(ended, runner) if ended else []
 
 
+def _classifier_of(sequence: Sequence) -> LoadedAdapter | None:
+    """The adapter whose layers score a text; None: the base's."""
+    adapter: LoadedAdapter | None = sequence.request.adapter
+    return adapter if adapter is not None and adapter.pooler else None
+
+
+def _behind(pooler: PoolerWeights, rows: list[np.ndarray], runner: ModelRunner) -> list[np.ndarray]:
+    """The outputs of dense layers over the rows of several texts."""
+    joined = runner.kernels.from_host(np.ascontiguousarray(np.concatenate(rows)))
+    outputs = np.asarray(runner.kernels.to_host(through(pooler, joined, runner.kernels)), np.float32)
+    return np.split(outputs, np.cumsum([len(each) for each in rows])[:-1])
+
+
 def _finished(ended: list[Sequence], runner: ModelRunner) -> list[tuple[Sequence, ModelOutputError | None]]:
     """Run the dense layers over the rows of these sequences, all together, and set the results."""
     rows = [sequence.request.pooling.joined(sequence.num_prompt) for sequence in ended]
-    pooler, kernels = runner.weights.pooler, runner.kernels
-    if pooler is not None:
-        joined = kernels.from_host(np.ascontiguousarray(np.concatenate(rows)))
-        outputs = np.asarray(kernels.to_host(through(pooler, joined, kernels)), np.float32)
-        rows = np.split(outputs, np.cumsum([len(each) for each in rows])[:-1])
+    if runner.weights.pooler is not None:
+        adapters = {id(adapter): adapter for adapter in (_classifier_of(sequence) for sequence in ended)}
+        for key, adapter in adapters.items():
+            own = [number for number, sequence in enumerate(ended) if id(_classifier_of(sequence)) == key]
+            pooler = runner.weights.pooler.changed({} if adapter is None else adapter.pooler)
+            for number, outputs in zip(own, _behind(pooler, [rows[number] for number in own], runner), strict=True):
+                rows[number] = outputs
     found: list[tuple[Sequence, ModelOutputError | None]] = []
     for sequence, own in zip(ended, rows, strict=True):
         pooled: PooledResult = sequence.request.pooling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,13 @@ class Batch:
     given: Array | None = None  # [t, width]  rows that a network reads beside its tokens, or in their place
     taps: Array | None = None  # f32[t, width]  filled by `tap`; None: taps are not read
     adapters: AdapterUse | None = None  # None: no token has one
+
+    @property
+    def logit_adapters(self) -> AdapterUse | None:
+        """The adapters of the rows whose logits are computed, of a batch in host memory."""
+        if self.adapters is None or self.logit_rows is None:
+            return self.adapters
+        return replace(self.adapters, rows=self.adapters.rows[np.asarray(self.logit_rows)])
 
     @property
     def num_tokens(self) -> int:

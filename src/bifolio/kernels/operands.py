@@ -120,10 +120,13 @@ class ProductShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Two thin matrices, whose product is added to some columns of the output of a product: y += up (down x) + bias."""
+    """Two thin matrices, whose product is added to some columns of the output of a product: y += up (down x) + bias.
+
+    Of the head, and of the embedding, `up` can be a matrix in place of the base's: y = up x + bias.
+    """
 
     column: int  # the first of them
-    down: Array  # f32 or f16 [r, in]
+    down: Array  # f32 or f16 [r, in]; None: `up` is [columns, in], in any format of files
     up: Array  # f32 or f16 [columns, r]  the scale of the adapter is in it
     bias: Array | None = None  # f32[columns]
 
@@ -141,6 +144,7 @@ class Adapter:
 
     products: Mapping[int, tuple[LowRank, ...]] = field(default_factory=dict)
     experts: Mapping[int, tuple[ExpertLowRank, ...]] = field(default_factory=dict)  # of all experts of a layer
+    embedding: tuple[LowRank, ...] = ()  # of the table [vocab, d], whose rows are the columns of a product
     prepared: Any = None  # the kernel set's own form, created at load
 
 

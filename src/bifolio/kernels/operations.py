@@ -68,6 +68,13 @@ class Operations(PagedAttentionKernel, Protocol):
         """
         ...
 
+    def adapt_embedding(self, x: Array, ids: Array, scale: float, adapters: AdapterUse) -> Array:
+        """The embeddings x of tokens, times `scale`, with the change of the table by each token's adapter.
+
+        A change adds `scale` times a row of `up` times `down`, or takes the row of `up` in place of the base's.
+        """
+        ...
+
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
@@ -199,6 +206,6 @@ class Operations(PagedAttentionKernel, Protocol):
         """Copy [t, d] to the columns from `column` on of `batch.taps`, if the batch has any."""
         ...
 
-    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
-        """f32[r, vocab]."""
+    def logits(self, x: Array, head: Linear, softcap: float, batch: Batch | None = None) -> Array:
+        """f32[r, vocab]; the adapters of the logit rows of `batch` change the product before the cap, as in `adapt`."""
         ...

@@ -43,7 +43,7 @@ from bifolio.kernels.interface import (
     XieluCoefficients,
 )
 from bifolio.kernels.recurrence import recur, scan
-from bifolio.kernels.reference_adapters import DOWN, UP, changed, of_expert
+from bifolio.kernels.reference_adapters import DOWN, UP, changed, changed_embedding, of_expert
 from bifolio.kernels.reference_attention import attend_heads, scale_by_position
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
@@ -116,6 +116,9 @@ class ReferenceKernels(HostArrays):
             y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
             outputs.append(y if bias is None else y + bias)
         return outputs[0] if len(outputs) == 1 else array_namespace(x).concat(outputs, axis=-1)
+
+    def adapt_embedding(self, x: Array, ids: Array, scale: float, adapters: AdapterUse) -> Array:
+        return changed_embedding(x, ids, scale, adapters)
 
     def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
         for number, adapter in enumerate(adapters.loaded):
@@ -322,8 +325,10 @@ class ReferenceKernels(HostArrays):
         found = xp.mean(streams * streams, axis=-1, keepdims=True)
         return xp.reshape(streams * (target / xp.sqrt(xp.clip(found, LEAST_MEAN_SQUARE, None))), y.shape)
 
-    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+    def logits(self, x: Array, head: Linear, softcap: float, batch: Batch | None = None) -> Array:
         y = self.linear(x, head)
+        if batch is not None and batch.logit_adapters is not None:
+            y = self.adapt(y, x, head.site, batch.logit_adapters)
         xp = array_namespace(y)
         y = as_float32(xp, y)
         return xp.tanh(y / softcap) * softcap if softcap else y

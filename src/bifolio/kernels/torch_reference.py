@@ -42,7 +42,7 @@ from bifolio.kernels.interface import (
     XieluCoefficients,
 )
 from bifolio.kernels.query_split import split_queries
-from bifolio.kernels.torch_adapters import DOWN, UP, adapted, of_expert, on_torch
+from bifolio.kernels.torch_adapters import DOWN, UP, adapted, adapted_embedding, adapted_logits, of_expert, on_torch
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_attention import attend_cached, attend_fresh, rotate, scale_by_position
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur, scan
@@ -132,6 +132,9 @@ class TorchKernels(TorchArrays):
     def linear(self, x: Array, linear: Linear) -> Array:
         weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
         return F.linear(x.to(weight.dtype), weight, bias)  # rows in place of embeddings are f32
+
+    def adapt_embedding(self, x: Array, ids: Array, scale: float, adapters: AdapterUse) -> Array:
+        return adapted_embedding(x, ids, scale, adapters)
 
     def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
         return adapted(y, x, site, adapters)
@@ -306,8 +309,9 @@ class TorchKernels(TorchArrays):
         found = streams.square().mean(dim=-1, keepdim=True).clamp(min=LEAST_MEAN_SQUARE)
         return (streams * target * found.rsqrt()).flatten(1).to(x.dtype)
 
-    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+    def logits(self, x: Array, head: Linear, softcap: float, batch: Batch | None = None) -> Array:
         y = self.linear(x, head).float()
+        y = y if batch is None else adapted_logits(y, x, head.site, batch)
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     # -- attention ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from bifolio.model.loaded import LoadedModel
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
 NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: a pass outside its operations
 OPERATION_PARTS = {
-    "embedding": ("embed", "given", "tap"),
+    "embedding": ("embed", "adapt_embedding", "given", "tap"),
     "projections": ("head_linear", "all_gather", "all_reduce"),
     "attention": ("rotation", "rope_and_write", "attend", "recur", "join_latent", "choose", "attend_chosen"),
     "MLP": ("act", "act_mul", "gate", "route", "mix_experts"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bifolio.kernels.interface import Array, KernelSet, Linear, Norm
@@ -25,6 +26,11 @@ class PoolerWeights:
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [part for layer in self.layers for part in layer.linear.parts]
+
+    def changed(self, linears: Mapping[int, Linear]) -> PoolerWeights:
+        """The layers with these matrices in place of their own, by number."""
+        layers = enumerate(self.layers)
+        return PoolerWeights(tuple(replace(layer, linear=linears.get(n, layer.linear)) for n, layer in layers))
 
     def prepared(self, kernels: KernelSet) -> PoolerWeights:
         return PoolerWeights(

@@ -94,7 +94,10 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
 def embedded(weights: ModelWeights, batch: Batch, kernels: KernelSet) -> Array:
     """The embedding of every token: [t, d]."""
     config = weights.config
-    x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
+    scale = config.embedding_scale / config.residual_scale
+    x = kernels.embed(weights.embedding, batch.token_ids, scale)
+    if batch.adapters is not None:
+        x = kernels.adapt_embedding(x, batch.token_ids, scale, batch.adapters)
     return kernels.all_gather(x, weights.embedding_widths) if weights.embedding_widths else x
 
 
@@ -382,10 +385,12 @@ def exchanged(x: Array, shards: Shards | None, kernels: KernelSet) -> Array:
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """Logits of the tokens in `batch.logit_rows` (None: all tokens): f32[r, vocab]."""
     x = hidden_states(weights, batch, kernels, storage)
-    return read_out(weights, x if batch.logit_rows is None else kernels.take(x, batch.logit_rows), kernels)
+    return read_out(weights, x if batch.logit_rows is None else kernels.take(x, batch.logit_rows), kernels, batch)
 
 
-def read_out(weights: ModelWeights, x: Array, kernels: KernelSet) -> Array:
-    """Logits f32[r, vocab] of rows of the hidden states."""
-    logits = kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+def read_out(weights: ModelWeights, x: Array, kernels: KernelSet, batch: Batch | None = None) -> Array:
+    """Logits f32[r, vocab] of rows of the hidden states; those of `batch` have its adapters."""
+    normed, head, softcap = kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap
+    is_adapted = batch is not None and batch.adapters is not None and head.site != NO_SITE
+    logits = kernels.logits(normed, head, softcap, batch) if is_adapted else kernels.logits(normed, head, softcap)
     return exchanged(logits, weights.head.shards, kernels)

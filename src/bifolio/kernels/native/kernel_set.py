@@ -137,7 +137,12 @@ class NativeKernels(NativeOperations, HostArrays):
             return self.native.make_linear([(code, data)], value.shape[1], own, 1, False, alone)
 
         def packed(part: LowRank) -> tuple[int, Any, Any]:
-            return part.column, matrix(part.down), matrix(part.up, part.bias)
+            down = None if part.down is None else matrix(part.down)
+            return part.column, down, matrix(part.up, part.bias)
+
+        def table(part: LowRank) -> tuple[Any, Any]:
+            down = None if part.down is None else self.prepare_embedding(np.asarray(part.down, np.float32))
+            return self.prepare_embedding(part.up), down
 
         products = [(site, *packed(part)) for site, parts in adapter.products.items() for part in parts]
         experts = [
@@ -147,7 +152,9 @@ class NativeKernels(NativeOperations, HostArrays):
             for side, parts in enumerate(sides)
             for part in parts
         ]
-        return replace(adapter, prepared=self.native.Adapter(products, experts))
+        return replace(
+            adapter, prepared=self.native.Adapter(products, experts, [table(part) for part in adapter.embedding])
+        )
 
     def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
         """The native code of a format, and the bytes of the file; integers and doubles are converted."""

@@ -139,8 +139,16 @@ class NativeOperations(ABC):
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         return self.run("head_linear", (x,), self.kernels.packed_heads(linear), start)
 
-    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
-        return self.run("logits", (x,), self.kernels.packed(head), softcap)
+    def adapt_embedding(self, x: Array, ids: Array, scale: float, adapters: AdapterUse) -> Array:
+        """Rows are changed in place: an array is copied first."""
+        rows = x if isinstance(x, Register) else np.array(x, np.float32, order="C")
+        return self.run("adapt_embedding", (rows,), scale, ids=ids, adapters=adapters)
+
+    def logits(self, x: Array, head: Linear, softcap: float, batch: Batch | None = None) -> Array:
+        if batch is None or batch.adapters is None:
+            return self.run("logits", (x,), self.kernels.packed(head), softcap)
+        own = batch.adapters if isinstance(x, Register) else batch.logit_adapters
+        return self.run("logits", (x,), self.kernels.packed(head), softcap, head.site, adapters=own)
 
     def route(self, logits: Array, router: Router) -> Routing:
         """A row holds the numbers of the experts, as bits of floats, and their weights."""

@@ -43,6 +43,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.query_split import LastSplit
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.kernels.torch_adapters import adapted_logits
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
@@ -240,6 +241,10 @@ class TritonKernels(TorchArrays):
             x = tensor(x).to(self.dtype)  # the residual stream is f32
         return self._products.linear(x, linear)
 
+    def adapt_embedding(self, x: Array, ids: Array, scale: float, adapters: AdapterUse) -> Array:
+        """Staged adapters change no embedding (`engine.adapters`)."""
+        return self._torch.adapt_embedding(tensor(x), ids, scale, adapters) if adapters.staged is None else x
+
     def adapt(self, y: Array, x: Array, site: int, adapters: AdapterUse) -> Array:
         if adapters.staged is None:
             return self._torch.adapt(tensor(y), tensor(x), site, adapters)
@@ -314,8 +319,11 @@ class TritonKernels(TorchArrays):
     def match_streams(self, x: Array, y: Array) -> Array:
         return self._torch.match_streams(tensor(x), tensor(y))
 
-    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+    def logits(self, x: Array, head: Linear, softcap: float, batch: Batch | None = None) -> Array:
+        """Staged adapters change no head (`engine.adapters`)."""
         y = self._products.exact(x, head)
+        if batch is not None and batch.adapters is not None and batch.adapters.staged is None:
+            y = adapted_logits(y, tensor(x), head.site, batch)
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:

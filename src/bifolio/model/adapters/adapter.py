@@ -13,14 +13,16 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Adapter, ExpertLowRank, Experts, Linear, LowRank
-from bifolio.model.adapters.delta import Delta, check_delta, in_parallel, scaled
+from bifolio.model.adapters.delta import Changes, Delta, check_delta, in_parallel, scaled
+from bifolio.model.adapters.ends import Ends, SavedEnds, saved_ends
 from bifolio.model.adapters.gguf_adapter import read_gguf_adapter
 from bifolio.model.adapters.layout import Side, TracedTensor, traced_layers
 from bifolio.model.adapters.peft_folder import CONFIG, read_peft
-from bifolio.model.adapters.sites import EXPERTS, changed_products, site_of
+from bifolio.model.adapters.sites import EXPERTS, changed_products, head_site, site_of
 from bifolio.model.families import family_of
 from bifolio.model.families.family import no_factors
 from bifolio.model.model_file import Factors
+from bifolio.model.pooler_weights import PoolerWeights
 
 MAX_LORA_RANK = 256  # default
 DIGEST_BYTES = 16
@@ -36,45 +38,59 @@ class AdapterWeights:
     rank: int  # the largest
     num_parameters: int
     weights: Adapter
+    saved: SavedEnds
 
     @property
     def nbytes(self) -> int:
         """Bytes of the matrices."""
-        return sum(part.down.nbytes + part.up.nbytes for part in parts_of(self.weights))
+        low_rank = sum(part.down.nbytes + part.up.nbytes for part in parts_of(self.weights) if part.down is not None)
+        return int(low_rank) + self.saved.nbytes
 
 
 def parts_of(adapter: Adapter) -> Iterable[LowRank]:
-    for parts in adapter.products.values():
+    for parts in (*adapter.products.values(), adapter.embedding):
         yield from parts
     for every in adapter.experts.values():
         for own in every:
             yield from (*own.up, *own.down)
 
 
-def read_adapter(path: str | Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK) -> AdapterWeights:
-    """An adapter for a base of this configuration: a folder of PEFT, or a GGUF file."""
+def read_adapter(
+    path: str | Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK, pooler: PoolerWeights | None = None
+) -> AdapterWeights:
+    """An adapter for a base of this configuration and these layers behind it: a folder of PEFT, or a GGUF file."""
     path = Path(path).expanduser()
     side: Side = "gguf" if path.suffix.lower() == ".gguf" else "hf"
     if side == "gguf":
-        deltas = read_gguf_adapter(path, family_of(config).gguf_architectures)
+        changes = read_gguf_adapter(path, family_of(config).gguf_architectures)
     elif (path / CONFIG).is_file():
-        deltas = read_peft(path)
+        changes = read_peft(path)
     else:
         raise ModelFileError(f"{path} is no adapter: pass a folder with {CONFIG}, or a .gguf file")
-    deltas = in_parallel(lambda delta: check_delta(delta, path, max_rank), deltas)
+    deltas = in_parallel(lambda delta: check_delta(delta, path, max_rank), changes.deltas)
+    saved = saved_ends(changes, config, pooler, _beginnings(config, side), path)
+    weights = place(deltas, config, side, path, saved, changes.ties)
+    if pooler is not None and head_site(config.num_layers) in weights.products:
+        raise UnsupportedModelError(
+            f"{path} changes the head, and this model compares rows of it to score texts: merge the adapter"
+        )
     return AdapterWeights(
         path=path,
-        digest=_digest(deltas),
-        rank=max(delta.rank for delta in deltas),
-        num_parameters=sum(delta.down.size + delta.up.size for delta in deltas),
-        weights=place(deltas, config, side, path),
+        digest=_digest(changes, deltas),
+        rank=max((delta.rank for delta in deltas), default=0),
+        num_parameters=sum(delta.down.size + delta.up.size for delta in deltas) + saved.size,
+        weights=weights,
+        saved=saved,
     )
 
 
-def _digest(deltas: Sequence[Delta]) -> bytes:
-    whole = blake2b(digest_size=DIGEST_BYTES, person=b"bifolio-adapter")
+def _digest(changes: Changes, deltas: Sequence[Delta]) -> bytes:
+    whole = blake2b(b"tied" if changes.ties else b"", digest_size=DIGEST_BYTES, person=b"bifolio-adapter")
     for part in in_parallel(_digest_of, sorted(deltas, key=lambda delta: delta.name)):
         whole.update(part)
+    for name, tensor in sorted(changes.saved.items()):
+        whole.update(repr((name, tensor.format.name, tensor.shape)).encode())
+        whole.update(np.ascontiguousarray(tensor.data).data)
     return whole.digest()
 
 
@@ -86,10 +102,12 @@ def _digest_of(delta: Delta) -> bytes:
 
 
 # -- places -----------------------------------------------------------------------------------------------------------
-def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object) -> Adapter:
+def place(
+    deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object, saved: SavedEnds, ties: bool
+) -> Adapter:
     """The changes by the sites of the network; an error names a change that has no place."""
-    layers = traced_layers(config, side)
-    names: dict[str, TracedTensor] = {}
+    layers, ends = traced_layers(config, side), Ends.of(config, side)
+    names: dict[str, TracedTensor] = ends.tensors()
 
     def note(role: str, linear: Linear) -> Linear:
         names.update({part.name: part for part in linear.parts if isinstance(part, TracedTensor)})
@@ -104,8 +122,7 @@ def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object
         changed_products(layer, note, note_experts)
     family, placed = family_of(config), _Placed(path)
     for delta in deltas:
-        prefix = family.hf_names.layer.split("{}")[0].rsplit(".", 2)[0] + "." if side == "hf" else ""
-        for each in _resolved(delta, names, prefix):
+        for each in _resolved(delta, names, _beginnings(config, side)):
             whole = names.get(each.name)
             if whole is None:
                 raise UnsupportedModelError(
@@ -130,7 +147,18 @@ def place(deltas: Sequence[Delta], config: ModelConfig, side: Side, path: object
             return own
 
         changed_products(layer, change, change_experts)
-    return Adapter(products, experts)
+    embedding, head = placed.of(ends.embedding), () if ends.head is None else placed.of(ends.head)
+    if ties and config.tie_embeddings and ends.head is not None:
+        head = head or embedding  # a row of the table is one of the head
+    if head := saved.head_parts() + head:
+        products[head_site(len(layers))] = head
+    return Adapter(products, experts, saved.embedding_parts() + embedding)
+
+
+def _beginnings(config: ModelConfig, side: Side) -> tuple[str, ...]:
+    """The beginnings of the names of tensors that files can leave out."""
+    prefix = family_of(config).hf_names.layer.split("{}")[0].rsplit(".", 2)[0] + "." if side == "hf" else ""
+    return prefix, prefix.partition(".")[0] + "."
 
 
 def folder_factors(config: ModelConfig, name: str) -> Factors | None:
@@ -169,6 +197,9 @@ class _Placed:
             )
         self._deltas[delta.name] = delta
 
+    def of(self, tensor: TracedTensor) -> tuple[LowRank, ...]:
+        return self.parts(Linear((tensor,), (None,)))
+
     def parts(self, linear: Linear) -> tuple[LowRank, ...]:
         """The changes of a product, at the columns of their rows."""
         found, column = [], 0
@@ -191,10 +222,10 @@ def _low_rank(delta: Delta, rows: np.ndarray, column: int) -> LowRank:
     return LowRank(column, np.ascontiguousarray(down), np.ascontiguousarray(up), bias)
 
 
-def _resolved(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:
+def _resolved(delta: Delta, names: dict[str, TracedTensor], beginnings: tuple[str, ...]) -> list[Delta]:
     """The change under the name of its tensor; that of stacked experts as one of each expert."""
     plain = delta.name.replace("language_model.", "", 1)
-    for spelled in (delta.name, plain, prefix + plain, f"{prefix.partition('.')[0]}.{plain}"):
+    for spelled in (delta.name, plain, *(start + plain for start in beginnings)):
         if spelled in names:
             return [replace(delta, name=spelled)]
         if delta.down.ndim == 3 and (found := _of_experts(delta, names, spelled + ".")):
@@ -225,12 +256,20 @@ def combined(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
     (first, factor), *others = parts
     if not others and factor == 1.0:
         return first
+    for adapter, _ in parts:
+        if adapter.saved.nbytes:
+            raise UnsupportedModelError(
+                f"{adapter.path} has a head, an embedding or a classifier of its own, which cannot be scaled or added: "
+                "use it alone, with factor 1"
+            )
+    embedding: tuple[LowRank, ...] = ()
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"bifolio-sum")
     for adapter, scale in parts:
         digest.update(adapter.digest + np.float32(scale).tobytes())
     products: dict[int, tuple[LowRank, ...]] = {}
     experts: dict[int, tuple[ExpertLowRank, ...]] = {}
     for adapter, scale in parts:
+        embedding += _scaled(adapter.weights.embedding, scale)
         for site, found in adapter.weights.products.items():
             products[site] = products.get(site, ()) + _scaled(found, scale)
         for site, every in adapter.weights.experts.items():
@@ -244,7 +283,8 @@ def combined(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
         digest=digest.digest(),
         rank=sum(adapter.rank for adapter, _ in parts),
         num_parameters=sum(adapter.num_parameters for adapter, _ in parts),
-        weights=Adapter(products, experts),
+        weights=Adapter(products, experts, embedding),
+        saved=SavedEnds(),
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import ModelFileError
+from bifolio.quant.tensor import QuantizedTensor
 
 Matrix = NDArray[Any]  # f32 or f16
 T = TypeVar("T")
@@ -49,8 +50,25 @@ class Delta:
         return replace(self, up=scaled(self.up, scale), bias=bias)
 
 
-def scaled(values: Matrix, scale: float) -> NDArray[np.float32]:
-    return np.asarray(values, np.float32) * np.float32(scale)
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """All changes of an adapter file, by the names of the tensors of its base."""
+
+    deltas: list[Delta]
+    saved: Mapping[str, QuantizedTensor] = field(default_factory=dict)  # in place of those of the base
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors of the base in the file
+    modules: tuple[str, ...] = ()  # that the file says it saves
+    ties: bool = False  # the embedding's changes are those of a tied head, too
+
+
+def scaled(values: Matrix, scale: float) -> Matrix:
+    """The values times a factor; half floats stay half floats where they hold the result to the last bit."""
+    result = np.asarray(values, np.float32) * np.float32(scale)
+    if values.dtype != np.float16:
+        return result
+    with np.errstate(over="ignore"):
+        half = result.astype(np.float16)
+    return half if np.array_equal(half, result) else result
 
 
 def check_delta(delta: Delta, path: object, max_rank: int) -> Delta:

@@ -2,6 +2,8 @@
 
     blk.0.attn_q.weight.lora_a   [r, in]    of experts [count, r, in]
     blk.0.attn_q.weight.lora_b   [out, r]
+    token_embd.weight.lora_a     [vocab, r]
+    token_embd.weight.lora_b     [d, r]
 
 The change of a tensor is lora_b @ lora_a * alpha / r; alpha 0 stands for r.
 """
@@ -10,16 +12,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.adapters.delta import Delta
+from bifolio.model.adapters.delta import Changes, Delta
 from bifolio.model.adapters.peft_folder import dense
 from bifolio.model.gguf.reader import GgufFile, open_gguf
 from bifolio.model.plain_values import is_number
 
 SIDES = (".lora_a", ".lora_b")
+TABLE = "token_embd.weight"
 
 
-def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> list[Delta]:
+def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> Changes:
     """The changes of an adapter file, by the names of GGUF files; `architectures`: of files of the base."""
     file = open_gguf(path)
     alpha = _checked_alpha(file, path, architectures)
@@ -35,8 +40,10 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> list[Delta]
             raise ModelFileError(f"{path}: {name!r} lacks {missing[0]}: convert the adapter again")
         down, up = (dense(file.tensor(name + side)) for side in SIDES)
         rank = up.shape[-1]
+        if name == TABLE:
+            down, up = np.ascontiguousarray(up.T), down
         deltas.append(Delta(name, down, up).scaled(alpha / rank if alpha and rank else 1.0))
-    return deltas
+    return Changes(deltas)
 
 
 def _checked_alpha(file: GgufFile, path: Path, architectures: tuple[str, ...]) -> float:

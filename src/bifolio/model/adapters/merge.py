@@ -9,7 +9,7 @@ import numpy as np
 
 from bifolio.kernels.interface import Adapter, Experts, Linear, LowRank
 from bifolio.model.adapters.adapter import AdapterWeights
-from bifolio.model.adapters.sites import EXPERTS, changed_products, site_of
+from bifolio.model.adapters.sites import EXPERTS, changed_products, head_site, site_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import LayerWeights
 from bifolio.quant.tensor import QuantizedTensor
@@ -17,8 +17,27 @@ from bifolio.quant.tensor import QuantizedTensor
 
 def merged(model: LoadedModel, adapter: AdapterWeights) -> LoadedModel:
     """The model with the changes in its weights: changed matrices are dense, all others stay as they are."""
-    layers = tuple(_merged_layer(layer, number, adapter.weights) for number, layer in enumerate(model.weights.layers))
-    return replace(model, weights=replace(model.weights, layers=layers), digest_source=None)
+    weights, changes = model.weights, adapter.weights
+    layers = tuple(_merged_layer(layer, number, changes) for number, layer in enumerate(weights.layers))
+    head_changes = changes.products.get(head_site(len(layers)), ())
+    pooler = None if weights.pooler is None else weights.pooler.changed(adapter.saved.pooler or {})
+    weights = replace(
+        weights,
+        layers=layers,
+        head=merged_linear(weights.head, head_changes),
+        embedding=_merged_table(weights.embedding, changes.embedding),
+        pooler=pooler,
+    )
+    if head_changes or changes.embedding:
+        weights = replace(weights, config=replace(weights.config, tie_embeddings=False))
+        model = replace(model, config=replace(model.config, tie_embeddings=False))
+    return replace(model, weights=weights, digest_source=None)
+
+
+def _merged_table(table: Any, changes: tuple[LowRank, ...]) -> Any:
+    if not changes:
+        return table
+    return merged_linear(Linear((table,), (None,)), changes).parts[0]
 
 
 def _merged_layer(layer: LayerWeights, number: int, adapter: Adapter) -> LayerWeights:
@@ -46,6 +65,9 @@ def merged_linear(linear: Linear, changes: tuple[LowRank, ...]) -> Linear:
     for index, part in enumerate(linear.parts):
         stop = start + int(part.shape[0])
         for each in changes:
+            if each.down is None:
+                parts[index], biases[index] = each.up, each.bias
+                continue
             rows = slice(max(each.column, start) - start, min(each.column + each.up.shape[0], stop) - start)
             if rows.start >= rows.stop:
                 continue

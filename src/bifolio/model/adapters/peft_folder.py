@@ -4,6 +4,10 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, r]
     base_model.model.model.layers.0.mlp.experts.lora_A.weight        [count * r, in]   of a stack of matrices
     base_model.model.model.layers.0.mlp.experts.lora_B.weight        [out, r * count]  rank by rank
+    base_model.model.model.embed_tokens.lora_embedding_A             [r, vocab]
+    base_model.model.model.embed_tokens.lora_embedding_B             [d, r]
+    base_model.model.lm_head.weight                                  [vocab, d]        in place of the base's
+    base_model.model.lm_head.base_layer.weight                       [vocab, d]        a copy of the base's, not read
 
 The tensors decide which modules are changed; the configuration must agree, and gives the scale.
 """
@@ -19,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.adapters.delta import Delta, Matrix, in_parallel
+from bifolio.model.adapters.delta import Changes, Delta, Matrix, in_parallel
 from bifolio.model.huggingface.hf_loader import read_json
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import open_safetensors
@@ -31,7 +35,6 @@ REFUSED = {
     "use_dora": "DoRA, which also scales every column of the base",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "modules_to_save": "whole modules beside low-rank changes",
     "trainable_token_indices": "changed rows of the embedding",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "activated LoRA, which begins at certain tokens",
@@ -42,7 +45,11 @@ REFUSED = {
 }
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initial values that need another base
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.(?P<kind>weight|bias)")
+_OF_TABLE = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<side>[AB])(\.default)?")
+_WHOLE = re.compile(r"(?P<module>.+?)(?P<copy>\.base_layer)?(\.modules_to_save(\.default)?)?\.(?P<kind>weight|bias)")
 MAX_PATTERN, MAX_NAME, MAX_REPEATS = 2000, 512, 2
+WHOLE, COPY = ("whole weight", "whole bias"), "copy of weight"
+TIED = "lm_head"  # a target beside the embedding that target_modules names
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class PeftConfig:
     alphas: Mapping[str, float]
     targets: str | tuple[str, ...]
     has_bias: bool
+    saved: tuple[str, ...]  # modules_to_save
+    ties: bool  # ensure_weight_tying: changes of the embedding are those of a tied head
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the change of a module, whose matrices have this rank."""
@@ -108,6 +117,8 @@ def read_config(folder: Path) -> PeftConfig:
         alphas={key: json.object("alpha_pattern").number(key) for key in json.get("alpha_pattern") or {}},
         targets=_targets(json),
         has_bias=json.flag("lora_bias", False),
+        saved=json.texts("modules_to_save") if json.get("modules_to_save") else (),
+        ties=json.flag("ensure_weight_tying", False),
     )
 
 
@@ -116,7 +127,7 @@ def _targets(json: JsonObject) -> str | tuple[str, ...]:
     return found if isinstance(found, str) else json.texts("target_modules")
 
 
-def read_peft(folder: Path) -> list[Delta]:
+def read_peft(folder: Path) -> Changes:
     """The changes of an adapter folder, by the names of Hugging Face folders."""
     config = read_config(folder)
     path = folder / WEIGHTS
@@ -127,21 +138,44 @@ def read_peft(folder: Path) -> list[Delta]:
     modules: dict[str, dict[str, QuantizedTensor]] = {}
     tensors = open_safetensors(path).tensors
     for name in tensors:
-        found = _TENSOR.fullmatch(name) if len(name) <= MAX_NAME else None
-        if found is None:
-            raise UnsupportedModelError(f"{path}: the tensor {name[:MAX_NAME]!r} is no part of a low-rank change")
-        kind = found["side"] if found["kind"] == "weight" else "bias"
-        own = modules.setdefault(found["module"].removeprefix("base_model.").removeprefix("model."), {})
+        module, kind = _place_of(name, path)
+        own = modules.setdefault(module.removeprefix("base_model.").removeprefix("model."), {})
         if kind in own:
             raise ModelFileError(f"{path}: {name!r} occurs under two names: save the adapter again")
         own[kind] = tensors[name]
     if not modules:
         raise ModelFileError(f"{path} holds no tensor: save the adapter again")
-    deltas = in_parallel(lambda item: list(_deltas(config, *item)), modules.items())
-    return [delta for each in deltas for delta in each]
+    saved: dict[str, QuantizedTensor] = {}
+    copies: dict[str, tuple[int, ...]] = {}
+    for module, own in modules.items():
+        if COPY in own:
+            copies[f"{module}.weight"] = own.pop(COPY).shape
+        whole = {kind: own.pop(kind) for kind in WHOLE if kind in own}
+        if whole and own:
+            raise ModelFileError(
+                f"{path}: {module!r} is saved as a whole and changed by low-rank matrices: save it in one of both ways"
+            )
+        saved |= {f"{module}.{kind.removeprefix('whole ')}": tensor for kind, tensor in whole.items()}
+    deltas = in_parallel(lambda item: list(_deltas(config, *item)), [item for item in modules.items() if item[1]])
+    return Changes([delta for each in deltas for delta in each], saved, copies, config.saved, config.ties)
+
+
+def _place_of(name: str, path: Path) -> tuple[str, str]:
+    """The module of a tensor, and its part in the change of the module."""
+    if len(name) <= MAX_NAME:
+        if found := _TENSOR.fullmatch(name):
+            return found["module"], found["side"] if found["kind"] == "weight" else "bias"
+        if found := _OF_TABLE.fullmatch(name):
+            return found["module"], f"embedding_{found['side']}"
+        if found := _WHOLE.fullmatch(name):
+            return found["module"], f"{'copy of' if found['copy'] else 'whole'} {found['kind']}"
+    raise UnsupportedModelError(f"{path}: the tensor {name[:MAX_NAME]!r} is no part of a low-rank change")
 
 
 def _deltas(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor]) -> Iterator[Delta]:
+    if any(kind.startswith("embedding") for kind in own):
+        yield _of_table(config, module, own)
+        return
     missing = sorted({"A", "B"} - own.keys())
     if missing:
         raise ModelFileError(f"{config.path.parent}: {module!r} lacks lora_{missing[0]}: save the adapter again")
@@ -158,9 +192,28 @@ def _deltas(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor])
     if plain.endswith(".experts"):
         yield _stacked(config, plain, down, up)
         return
-    config.check_target(plain)
+    if not (config.ties and plain.rpartition(".")[2] == TIED):
+        config.check_target(plain)
     shift = None if bias is None else bias.dequantize()
     yield Delta(plain + ".weight", down, up, shift).scaled(config.scale(plain, down.shape[0]))
+
+
+def _of_table(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor]) -> Delta:
+    """The change of an embedding [vocab, d], whose rows are the columns of PEFT's matrices."""
+    sides = "embedding_A", "embedding_B"
+    missing = [side for side in sides if side not in own]
+    if missing or "A" in own or "B" in own:
+        wrong = f"lacks lora_{missing[0]}" if missing else "is an embedding and a matrix"
+        raise ModelFileError(f"{config.path.parent}: {module!r} {wrong}: save the adapter again")
+    first, second = (dense(own[side]) for side in sides)
+    if first.ndim != 2 or second.ndim != 2 or first.shape[0] != second.shape[1]:
+        raise ModelFileError(
+            f"{config.path.parent}: the two matrices of {module!r} have the shapes {first.shape} and {second.shape}, "
+            "which do not belong together: save the adapter again"
+        )
+    config.check_target(module)
+    delta = Delta(module + ".weight", np.ascontiguousarray(second.T), np.ascontiguousarray(first.T))
+    return delta.scaled(config.scale(module, first.shape[0]))
 
 
 def _stacked(config: PeftConfig, module: str, down: Matrix, up: Matrix) -> Delta:

@@ -1,6 +1,6 @@
 """The products of a network that adapters change, and their numbers: the sites.
 
-site  layer * len(ROLES) + place of the role in ROLES
+site  layer * len(ROLES) + place of the role in ROLES; that of the head is behind those of all layers
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ ChangeExperts = Callable[[Experts], Experts]
 
 def site_of(layer: int, role: str) -> int:
     return layer * len(ROLES) + ROLES.index(role)
+
+
+def head_site(num_layers: int) -> int:
+    return num_layers * len(ROLES)
 
 
 def place_of(site: int) -> tuple[int, str]:
@@ -89,4 +93,5 @@ def with_sites(weights: ModelWeights) -> ModelWeights:
         )
         for number, layer in enumerate(weights.layers)
     )
-    return replace(weights, layers=layers)
+    head = replace(weights.head, site=head_site(len(layers))) if weights.head.parts else weights.head
+    return replace(weights, layers=layers, head=head)
