@@ -222,7 +222,8 @@ class Recurrence:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     tiled: bool = False  # delta: head h belongs to group h % groups, instead of h // (heads // groups)
     factors: Array | None = None  # shift: f32[n, channels]; rwkv: f32[3, heads * key_size]
-    column: int = 0  # shift: of the window
+    column: int = 0  # shift: the first one in a window
+    window: int = 0  # shift: columns of a window
     mixes_values: bool = False  # rwkv: values are mixed with those of the first layer
     prepared: Any = None  # the kernel set's own form, created at load
 

@@ -100,7 +100,7 @@ def _recur_equal(
 ) -> torch.Tensor:
     """Sequences of equal lengths, one after the other in `x`."""
     rows: Array = x.float().reshape(len(reads), -1, x.shape[-1])  # [s, n, in_features]
-    window = rows.new_zeros(len(reads), r.width - 1, r.column + r.channels)
+    window = rows.new_zeros(len(reads), r.width - 1, r.window or r.channels)
     state = rows.new_zeros(len(reads), r.heads, r.key_size, r.value_size)
     if storage is not None:
         index = torch.from_numpy(reads.astype(np.int64)).to(x.device)
