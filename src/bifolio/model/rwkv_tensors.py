@@ -48,9 +48,7 @@ class RwkvNames:
 def shift_of(config: ModelConfig, layer: int, factors: Array, column: int) -> Recurrence:
     """A mix of each token with the one before it; `factors`: [mixes, d]."""
     d = config.hidden_size
-    return Recurrence(
-        "shift", config.recurrent_layers.index(layer), 2, d, factors=factors, column=column, window=2 * d
-    )
+    return Recurrence("shift", config.recurrent_layers.index(layer), 2, d, factors=factors, column=column, window=2 * d)
 
 
 def assemble_mlp_shift(
