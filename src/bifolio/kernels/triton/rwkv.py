@@ -2,7 +2,7 @@
 """The two recurrences of a layer of RWKV-7 on a GPU (`kernels.rwkv` defines them), one kernel each.
 
     shift   (tokens, channels)    mixes with the token before; writes the windows
-    rwkv    (heads, sequences)    the state of a head in registers, token by token, and the norm, bonus and gate of its outputs
+    rwkv    (heads, sequences)    the state of a head in registers, token by token; norm, bonus and gate of its outputs
 
 No tile depends on the size of a pass, so neither do results.
 """

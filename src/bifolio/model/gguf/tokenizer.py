@@ -6,7 +6,8 @@ first use, and for vocabularies that the native code does not take: repeated tok
 Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
 SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
 Encoders have WordPiece vocabularies as well ("bert", `word_pieces`), which the library alone reads.
-Files of RWKV have tokens of bytes, of which the longest is taken (`model.world_tokens`). Files of Gemma 4 list the merges of a SentencePiece vocabulary (`SPACED_BPE`).
+Files of RWKV have tokens of bytes, of which the longest is taken (`model.world_tokens`). Files of Gemma 4 list the
+merges of a SentencePiece vocabulary (`SPACED_BPE`).
 """
 
 from __future__ import annotations
