@@ -55,7 +55,7 @@ def assemble_mlp_shift(
     config: ModelConfig, names: RwkvNames | None, layer: int, prefix: str, vector: FetchVector
 ) -> Recurrence | None:
     """The mix of tokens in front of the MLP; None: the network has none."""
-    if names is None:
+    if names is None or not config.layers[layer].recurrent:
         return None
     d = config.hidden_size
     return shift_of(config, layer, vector(prefix + names.mlp_shift, (d,)).reshape(1, d), d)
@@ -83,7 +83,7 @@ def assemble_rwkv(
         return LowRankProduct(matrix(product.down, rank, d), last(product, rank))
 
     decay, rate, gate, mix = own.ranks
-    value, is_first = matrix(names.value, inner, d), layer == 0
+    value, is_first = matrix(names.value, inner, d), layer == config.recurrent_layers[0]
     if not is_first:
         value = Linear((*value.parts, *matrix(names.mix.down, mix, d).parts), (None, None))
     weights = RwkvWeights(
@@ -108,7 +108,7 @@ def _recurrence(
     weight, bias = (vector(f"{prefix}{names.norm}.{kind}", (inner,)) for kind in ("weight", "bias"))
     return Recurrence(
         "rwkv", config.recurrent_layers.index(layer), own.width, own.channels, own.heads, own.groups, own.key_size,
-        own.value_size, factors=array_namespace(factors[0]).stack(factors), mixes_values=layer > 0,
+        own.value_size, factors=array_namespace(factors[0]).stack(factors), mixes_values=layer != config.recurrent_layers[0],
         norm=Norm(weight, bias, own.norm_eps, True),
     )  # fmt: skip
 
