@@ -247,7 +247,8 @@ class Recurrence:
     @property
     def out_features(self) -> int:
         if self.kind == "shift":
-            return math.prod(self.factors.shape)
+            factors: Array = self.factors
+            return math.prod(factors.shape)
         return self.channels if self.only_convolves else self.heads * self.value_size
 
     @property

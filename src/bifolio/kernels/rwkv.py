@@ -53,12 +53,12 @@ def _step(row: Array, state: Array, r: Recurrence) -> tuple[Array, Array]:
     if r.mixes_values:
         amount, first = np.split(np.concatenate(mixed), 2)
         value = value + _sigmoid(amount) * (first - value)
-    a = _sigmoid(a)
-    removed = (key * r.factors[0]).reshape(r.heads, r.key_size)
+    a, factors = _sigmoid(a), np.asarray(r.factors)
+    removed = (key * factors[0]).reshape(r.heads, r.key_size)
     removed = removed / np.maximum(np.sqrt((removed * removed).sum(axis=-1, keepdims=True)), np.float32(LEAST_LENGTH))
-    key = key * (1 + (a - 1) * r.factors[1])
+    key = key * (1 + (a - 1) * factors[1])
     decay = np.exp(np.float32(SLOWEST) * _sigmoid(w))
-    bonus = (query * key * r.factors[2]).reshape(r.heads, -1).sum(axis=-1, keepdims=True)
+    bonus = (query * key * factors[2]).reshape(r.heads, -1).sum(axis=-1, keepdims=True)
 
     query, key, decay, a = (part.reshape(r.heads, r.key_size, 1) for part in (query, key, decay, a))
     removed, value = removed[:, :, None], value.reshape(r.heads, r.value_size)

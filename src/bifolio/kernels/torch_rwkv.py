@@ -24,26 +24,30 @@ def recur_equal(
         y, stored = _shift(rows, r, window), list(rows.unbind(dim=1))
     else:
         y, stored = _rwkv(rows, r, state)
-    for i, token in np.argwhere(writes >= 0).tolist() if storage is not None else ():
+    result = y.flatten(0, 1)
+    if storage is None:
+        return result
+    for i, token in np.argwhere(writes >= 0).tolist():
         target, kept = int(writes[i, token]), stored[token][i].detach()
         if r.kind == "shift":
             storage.convolutions[r.layer][target, 0, r.column : r.column + r.channels] = kept
         else:
             storage.recurrent[r.layer][target] = kept
-    return y.flatten(0, 1)
+    return result
 
 
 def _shift(rows: torch.Tensor, r: Recurrence, window: torch.Tensor) -> torch.Tensor:
     before = torch.cat([window[:, :, r.column : r.column + r.channels], rows[:, :-1]], dim=1)
-    factors: torch.Tensor = r.factors
-    return (rows[:, :, None] + factors * (before - rows)[:, :, None]).flatten(2)
+    factors: Array = r.factors
+    mixed: torch.Tensor = rows[:, :, None] + factors * (before - rows)[:, :, None]
+    return mixed.flatten(2)
 
 
 def _rwkv(rows: torch.Tensor, r: Recurrence, state: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """[s, n, heads * value_size], and the states after each token."""
     keys, inner = r.heads * r.key_size, r.heads * r.value_size
     sizes = [keys, keys, keys, inner, keys, inner, *[inner] * (2 if r.mixes_values else 0)]
-    query, w, key, value, a, gate, *mixed = rows.split(sizes, dim=-1)
+    query, w, key, value, a, gate, *mixed = torch.split(rows, sizes, dim=-1)
     if r.mixes_values:
         value = value + torch.sigmoid(mixed[0]) * (mixed[1] - value)
     a = torch.sigmoid(a)
@@ -53,7 +57,7 @@ def _rwkv(rows: torch.Tensor, r: Recurrence, state: torch.Tensor) -> tuple[torch
     decay = torch.exp(SLOWEST * torch.sigmoid(w))
     bonus = (query * key * factors[2]).unflatten(-1, (r.heads, -1)).sum(dim=-1, keepdim=True)
     query, key, decay, a = (part.unflatten(-1, (r.heads, -1))[..., None] for part in (query, key, decay, a))
-    removed, value = removed[..., None], value.unflatten(-1, (r.heads, -1))
+    removed, value = removed[..., None], value.reshape(*value.shape[:-1], r.heads, -1)
 
     outputs, states = [], []
     for i in range(rows.shape[1]):
@@ -69,5 +73,5 @@ def _norm(y: torch.Tensor, r: Recurrence) -> torch.Tensor:
     """Layer norm of each head: [s, n, heads, value_size]."""
     if r.norm is None:
         return y
-    normed = F.layer_norm(y, y.shape[-1:], eps=r.norm.eps) * r.norm.weight.reshape(y.shape[-2:])
+    normed: torch.Tensor = F.layer_norm(y, y.shape[-1:], eps=r.norm.eps) * r.norm.weight.reshape(y.shape[-2:])
     return normed if r.norm.bias is None else normed + r.norm.bias.reshape(y.shape[-2:])

@@ -106,9 +106,10 @@ def _recurrence(
     shapes = [(inner,), (inner,), (own.heads, own.key_size) if names.bonus_by_head else (inner,)]
     factors = [vector(prefix + name, shape).reshape(inner) for name, shape in zip(names.factors, shapes, strict=True)]
     weight, bias = (vector(f"{prefix}{names.norm}.{kind}", (inner,)) for kind in ("weight", "bias"))
+    number = config.recurrent_layers.index(layer)
     return Recurrence(
-        "rwkv", config.recurrent_layers.index(layer), own.width, own.channels, own.heads, own.groups, own.key_size,
-        own.value_size, factors=array_namespace(factors[0]).stack(factors), mixes_values=layer != config.recurrent_layers[0],
+        "rwkv", number, own.width, own.channels, own.heads, own.groups, own.key_size, own.value_size,
+        factors=array_namespace(factors[0]).stack(factors), mixes_values=number > 0,
         norm=Norm(weight, bias, own.norm_eps, True),
     )  # fmt: skip
 
