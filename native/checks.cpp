@@ -118,7 +118,7 @@ FileFormat format_of(const char* name, int code) {
 }
 
 Activation activation_of(int code, bool gated) {
-  if (!gated && code == int(Activation::Tanh)) return Activation::Tanh;
+  if (!gated && (code == int(Activation::Tanh) || code == int(Activation::Sigmoid))) return Activation(code);
   if (code == int(Activation::Relu)) return Activation::Relu;
   const int last = int(gated ? Activation::SwigluClamped : Activation::Relu2);
   require(code >= 0 && code <= last, "activation is ", code, " and must be the code of an activation (0 to ", last, ")");

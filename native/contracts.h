@@ -45,7 +45,7 @@ enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_1
 #define BIFOLIO_PACKS_Q4_K  // elsewhere blocks of Q4_K are packed as Q4_1: unpacking takes longer than reading
 #endif
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
-enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5, Relu = 6 };  // SwigluClamped only gated, Tanh never
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5, Relu = 6, Sigmoid = 7 };  // SwigluClamped only gated, Tanh and Sigmoid never
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
@@ -271,6 +271,27 @@ struct HeadScan {
   const float* ahead = nullptr;  // the columns of a state that the next unit of work reads: prefetched. Null: none
 };
 
+// The tokens of one sequence for a head of RWKV-7 with a state S, [key_size][value_size]. Rows hold its vectors at these places. For
+// each token, with the removed key of length 1 and the decays of `kernels/operands.py` (Recurrence):
+//   S = fma(added, value, fma(-rate * removed, removed^T S, decay * S));   out = (norm(query^T S) + bonus * value) * gate
+constexpr float kSlowest = -0.60653066f, kLeastLength = 1e-12f;  // the logarithm of the largest decay: -1 / sqrt(e)
+struct RwkvHead {
+  int64_t tokens, key_size, value_size;
+  const float* row;  // of the first token; `stride` apart
+  int64_t stride;
+  int64_t query, decay, key, value, rate, gate, amount, first;
+  bool mixes;               // values with those of the first layer
+  const float* factors[3];  // of the removed key, of the added one, and of the bonus
+  NormWeights norm;         // no weights: none
+  float* states;            // as in HeadScan
+  int64_t state_stride;
+  int32_t read;
+  const int32_t* writes;
+  float* out;
+  int64_t out_stride;
+  float* scratch;  // of a state, and of four keys and two values in whole lanes
+};
+
 struct Codes;
 struct Column;
 using DecodeBlock = void (*)(const uint8_t* block, Codes& out);
@@ -318,6 +339,9 @@ struct KernelTable {
   void (*sigmoid_row)(const float* x, int64_t size, float* out);
   void (*exp_row)(const float* x, const float* factor, int64_t size, float* out);  // e^(x * factor)
   void (*scan_columns)(const HeadScan& scan);
+  // x + factors * (before - x); before: null: 0
+  void (*mix_row)(const float* x, const float* before, const float* factors, int64_t size, float* out);
+  void (*rwkv_head)(const RwkvHead& head);
 
   // Add the state (m, l, a) of a later span to (M, L, A).
   void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);

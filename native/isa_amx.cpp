@@ -27,6 +27,7 @@ namespace {
 #include "kernels/elementwise.h"
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
+#include "kernels/rwkv.h"
 #include "kernels/avx512_quantize.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"

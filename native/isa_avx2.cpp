@@ -15,6 +15,7 @@ namespace {
 #include "kernels/elementwise.h"
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
+#include "kernels/rwkv.h"
 #include "kernels/matmul_float.h"
 
 #include "kernels/avx2_dots.h"

@@ -10,6 +10,7 @@ namespace {
 #include "kernels/elementwise.h"
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
+#include "kernels/rwkv.h"
 #include "kernels/matmul_float.h"
 
 template <int Bits, bool Signed, int R>

@@ -15,6 +15,7 @@ namespace {
 #include "kernels/elementwise.h"
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
+#include "kernels/rwkv.h"
 
 #define BIFOLIO_OWN_FMA_TILE
 // The inner loops have constant bounds: unrolled early, their arrays become registers.

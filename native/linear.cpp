@@ -219,6 +219,7 @@ void act(Member& m, Rows x, Activation activation, Rows out) {
   each_row(m, x.count, (activation == Activation::Tanh ? 32 : 4) * x.width, [&](int64_t row) {
     const float* source = x.row(row);
     float* target = out.row(row);
+    if (activation == Activation::Sigmoid) return kernels().sigmoid_row(source, x.width, target);
     if (activation != Activation::Tanh) return kernels().act_row(source, x.width, activation, target);
     for (int64_t i = 0; i < x.width; ++i) target[i] = std::tanh(source[i]);
   });

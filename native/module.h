@@ -80,6 +80,7 @@ struct RecurrenceHolder {
   RecurrenceHolder(int kind, int64_t width, int64_t channels, int64_t heads, int64_t groups, int64_t key_size, int64_t value_size,
                    nb::handle conv_weight, nb::handle conv_bias, nb::handle decay, nb::handle bias, nb::handle skip, const NormHolder* norm,
                    bool norm_first, int64_t norm_groups, float least_step, float most_step, bool tiled);
+  RecurrenceHolder() : weights{} {}
   std::vector<Vector> vectors;     // that the weights point into
   std::vector<float> conv_weight;  // [width][channels]
   std::vector<float> decays;       // keyed: that of its head for each key

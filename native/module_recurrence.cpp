@@ -113,6 +113,42 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
   w.norm_first = norm_first, w.norm_groups = norm_groups, w.least_step = least_step, w.most_step = most_step;
 }
 
+// A mix of each token with the one before it, for each row of the factors.
+RecurrenceHolder* make_shift(nb::handle factor_array, int64_t column, int64_t window) {
+  const Input factors = input("factors", factor_array);
+  auto made = std::make_unique<RecurrenceHolder>();
+  RecurrenceWeights& w = made->weights;
+  w.kind = RecurrenceKind::Shift, w.width = 2, w.mixes = rows_in(factors), w.channels = width_of(factors);
+  require_between("the number of mixes", w.mixes, 1, 64);
+  require_between("the width of a row", w.mixes * w.channels, 1, kMaxWidth);
+  require_between("window", window, w.channels, kMaxWidth);
+  require_between("column", column, 0, window - w.channels);
+  w.column = column, w.window = window;
+  made->conv_weight.assign(factors.data(), factors.data() + w.mixes * w.channels);
+  w.factors = made->conv_weight.data();
+  return made.release();
+}
+
+RecurrenceHolder* make_rwkv(int64_t heads, int64_t key_size, int64_t value_size, int64_t channels, nb::handle factors, const NormHolder* norm,
+                            bool mixes_values) {
+  require_between("heads", heads, 1, kMaxHeads);
+  require_between("key_size", key_size, 1, kMaxStateSize);
+  require_between("value_size", value_size, 1, kMaxStateSize);
+  require_between("channels", channels, 1, kMaxWidth);
+  auto made = std::make_unique<RecurrenceHolder>();
+  RecurrenceWeights& w = made->weights;
+  w.kind = RecurrenceKind::Rwkv, w.width = 2, w.channels = channels, w.mixes_values = mixes_values;
+  w.heads = w.groups = heads, w.key_size = key_size, w.value_size = value_size;
+  require_between("the width of a row", w.in_features(), 1, kMaxWidth);
+  w.factors = needed_vector("factors", factors, 3 * w.keys(), made->vectors);
+  if (norm) {
+    require(norm->norm.size == w.inner(), "norm has ", norm->norm.size, " elements and must have ", w.inner());
+    require(norm->norm.centered, "norm must be a layer norm");
+    w.norm = &norm->norm;
+  }
+  return made.release();
+}
+
 StatesHolder::StatesHolder(nb::list window_arrays, nb::list state_arrays) {
   require(window_arrays.size() > 0, "windows has no layers and must have at least one");
   require(window_arrays.size() == state_arrays.size(), "states has ", state_arrays.size(), " layers and must have ", window_arrays.size(),
@@ -131,6 +167,11 @@ StatesHolder::StatesHolder(nb::list window_arrays, nb::list state_arrays) {
 void StatesHolder::require_layer(int64_t index, const RecurrenceWeights& w) const {
   require_between("layer", index, 0, int64_t(layers.size()) - 1);
   const auto& window = windows[size_t(index)];
+  if (w.kind == RecurrenceKind::Shift) {
+    require(int64_t(window.shape(1)) == 1 && int64_t(window.shape(2)) == w.window, "the windows of layer ", index, " have the shape (",
+            window.shape(1), ", ", window.shape(2), ") and must have the shape (1, ", w.window, ")");
+    return;
+  }
   require(int64_t(window.shape(1)) == w.width - 1 && int64_t(window.shape(2)) == w.channels, "the windows of layer ", index, " have the shape (",
           window.shape(1), ", ", window.shape(2), ") and must have the shape (", w.width - 1, ", ", w.channels, ")");
   const auto& state = states[size_t(index)];
@@ -174,7 +215,10 @@ void bind_recurrence(nb::module_& m, ProgramClass& program) {
                     const NormHolder*, bool, int64_t, float, float, bool>(),
            "kind"_a, "width"_a, "channels"_a, "heads"_a, "groups"_a, "key_size"_a, "value_size"_a, array("conv_weight"), array("conv_bias"),
            array("decay"), array("bias"), array("skip"), "norm"_a.none(), "norm_first"_a, "norm_groups"_a, "least_step"_a, "most_step"_a,
-           "tiled"_a, nb::keep_alive<1, 14>());
+           "tiled"_a, nb::keep_alive<1, 14>())
+      .def_static("shift", &make_shift, array("factors"), "column"_a, "window"_a, nb::rv_policy::take_ownership)
+      .def_static("rwkv", &make_rwkv, "heads"_a, "key_size"_a, "value_size"_a, "channels"_a, array("factors"), "norm"_a.none(),
+                  "mixes_values"_a, nb::rv_policy::take_ownership, nb::keep_alive<0, 6>());
   nb::class_<StatesHolder>(m, "States").def(nb::init<nb::list, nb::list>(), "windows"_a, "states"_a);
   program.def("recur", recording(&record_recur), "x"_a, "layer"_a, "recurrence"_a);
   program.def("scan", recording(&record_scan), "x"_a, "layer"_a, "recurrence"_a);

@@ -126,7 +126,7 @@ Register act(ProgramHolder& self, Register x, int code) {
   const Activation activation = activation_of(code);
   const Register out = self.program.like(x);
   Program::Operation& operation = self.program.record("act", {x}, {out}, [=](const Call& c) { act(c.m, c.in(), activation, c.out()); });
-  if (activation != Activation::Tanh) operation.activation = activation;
+  if (activation != Activation::Tanh && activation != Activation::Sigmoid) operation.activation = activation;
   return out;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "rwkv.h"
 
 namespace bifolio {
 namespace {
@@ -247,6 +248,8 @@ class Recurring {
 
 void recur(Member& m, Rows x, const RecurrenceWeights& weights, const StateUse& use, const StateLayer* layer, Rows out,
            Workspace& workspace) {
+  if (weights.kind == RecurrenceKind::Shift) return shift_tokens(m, x, weights, use, layer, out);
+  if (weights.kind == RecurrenceKind::Rwkv) return rwkv(m, x, weights, use, layer, out);
   Recurring(x, weights, use, layer, out, workspace).run(m);
 }
 

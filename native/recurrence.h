@@ -1,11 +1,11 @@
-// Recurrent layers: the part between the input and the output projection, for seven kinds of layers.
+// Recurrent layers: the part between the input and the output projection, for nine kinds of layers.
 #pragma once
 
 #include "ops.h"
 
 namespace bifolio {
 
-enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Lightning = 4, Lru = 5, Keyed = 6 };
+enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2, Selective = 3, Lightning = 4, Lru = 5, Keyed = 6, Shift = 7, Rwkv = 8 };
 
 // The columns of an input row, and the computation, are described in kernels/operands.py (Recurrence).
 struct RecurrenceWeights {
@@ -22,6 +22,10 @@ struct RecurrenceWeights {
   int64_t norm_groups;
   float least_step, most_step;  // limits of dt
   bool tiled;  // head h is in group h % groups, not h / (heads / groups)
+  const float* factors;   // shift: [mixes][channels]; rwkv: [3][heads][key_size]
+  int64_t mixes, column;  // shift: rows of `factors`, and the first column in a window
+  int64_t window;         // shift: numbers of a window
+  bool mixes_values;      // rwkv
 
   int64_t keys() const { return groups * key_size; }
   int64_t inner() const { return heads * value_size; }
@@ -31,12 +35,15 @@ struct RecurrenceWeights {
   bool by_channel() const { return kind == RecurrenceKind::Selective || kind == RecurrenceKind::Lru; }
   bool only_convolves() const { return kind == RecurrenceKind::Conv || by_channel(); }
   int64_t in_features() const {
-    if (by_channel()) return channels;
+    if (by_channel() || kind == RecurrenceKind::Shift) return channels;
     if (kind == RecurrenceKind::Conv) return 3 * channels;
+    if (kind == RecurrenceKind::Rwkv) return 4 * keys() + (mixes_values ? 4 : 2) * inner();
     const int64_t gates = delta() ? heads + steps() : kind == RecurrenceKind::Mamba ? heads : 0;
     return 2 * (inner() + keys()) + gates;
   }
-  int64_t out_features() const { return only_convolves() ? channels : inner(); }
+  int64_t out_features() const {
+    return kind == RecurrenceKind::Shift ? mixes * channels : only_convolves() ? channels : inner();
+  }
   int64_t scan_features() const { return 3 * channels + (kind == RecurrenceKind::Selective ? 2 * key_size : 0); }  // of the input of scan
   int64_t group(int64_t head) const { return tiled ? head % groups : head / (heads / groups); }
 };

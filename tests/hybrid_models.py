@@ -16,6 +16,7 @@ from bifolio.config import CacheConfig, ModelConfig, RecurrentConfig, RopeConfig
 from bifolio.model.keyed_tensors import KeyedNames
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.recurrent_tensors import RecurrentNames
+from bifolio.model.rwkv_tensors import LowRankNames, RwkvNames
 from bifolio.model.tensor_names import HF_LLAMA, assemble
 from bifolio.model.unit_tensors import UnitNames
 
@@ -39,6 +40,22 @@ NAMES = {
     "lru": RecurrentNames(
         (("unit.in", 2),), "unit.conv", "unit.out", units=UnitNames("unit.recurrent", "unit.input", "unit.a")
     ),
+    "rwkv": RecurrentNames(
+        rwkv=RwkvNames(
+            tuple(f"mix.{name}" for name in "rwkvag"),
+            query="mix.query",
+            key="mix.key",
+            value="mix.value",
+            output="mix.out",
+            factors=("mix.removed", "mix.added", "mix.bonus"),
+            norm="mix.norm",
+            decay=LowRankNames("decay.down", "decay.up", "decay.bias"),
+            rate=LowRankNames("rate.down", "rate.up", "rate.bias"),
+            gate=LowRankNames("gate.down", "gate.up"),
+            mix=LowRankNames("values.down", "values.up", "values.bias"),
+            mlp_shift="mlp.mix",
+        )
+    ),
     "mamba": RecurrentNames((("ssm.in", 5),), "ssm.conv", "ssm.out", "ssm.a", "ssm.dt", "ssm.d", norm="ssm.norm"),
 }
 
@@ -53,6 +70,9 @@ def recurrent_config(kind: str) -> RecurrentConfig:
     if kind == "lru":
         one = {"heads": 1, "groups": 1, "key_size": 1, "has_norm": False, "conv_bias": True}
         return RecurrentConfig(kind, channels=40, value_size=40, gate_blocks=4, **one, **common)
+    if kind == "rwkv":
+        square = {"heads": 4, "groups": 4, "key_size": 8, "value_size": 8, "ranks": (6, 5, 9, 4), "norm_eps": 64e-5}
+        return RecurrentConfig(kind, width=2, channels=64, has_norm=False, **square)
     sizes = {"heads": 4, "groups": 2, "key_size": 8, "value_size": 8, "channels": 64}
     if kind == "delta":
         return RecurrentConfig("delta", **sizes, **common)

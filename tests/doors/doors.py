@@ -44,7 +44,7 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("qwen35", "qwen35moe"), ["gguf"]), TILED),
     **dict.fromkeys(product(("bitnet",), ENTRIES), "norms of this model"),
     **dict.fromkeys(product(("jamba", "mamba", "recurrent_gemma"), ENTRIES), "selective recurrent layers"),
-    **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
+    **dict.fromkeys(product(("mamba2", "rwkv7"), ENTRIES), "1 query heads"),
 }
 
 WITHOUT_ADAPTERS = {  # (family, entry) -> the reason of adapters for a refusal of this one

@@ -35,7 +35,7 @@ from helpers import (
 )
 from hybrid_models import VOCABULARY, hybrid_config, recurrent_config, tiny_hybrid
 
-KINDS = ("conv", "delta", "lru", "mamba", "wide conv")
+KINDS = ("conv", "delta", "lru", "mamba", "rwkv", "wide conv")
 KERNELS = [name for name in cpu_kernel_names() if name in ("reference", *EXACT)]
 FAST_KERNELS = kernels_of_long_runs(KERNELS)
 NUM_TRACES = 8

@@ -37,7 +37,7 @@ def answers(kind: str, kernels: KernelSet) -> tuple[InferenceEngine, list[list[l
     return engine, [output_ids(request) for request in requests]
 
 
-@pytest.mark.parametrize("kind", ["conv", "delta", "keyed", "lightning", "lru", "mamba", "wide conv"])
+@pytest.mark.parametrize("kind", ["conv", "delta", "keyed", "lightning", "lru", "mamba", "rwkv", "wide conv"])
 def test_the_device_reads_and_writes_the_states_of_its_slots(kind: str) -> None:
     engine, found = answers(kind, TritonKernels("cpu", "f32"))
     assert engine.slots.device is not None

@@ -16,7 +16,7 @@ from bifolio.kernels.triton import TritonKernels
 
 
 @pytest.mark.parametrize(
-    "name", ["conv", "conv of width 7", "delta", "keyed", "lightning", "lru", "mamba", "selective"]
+    "name", ["conv", "conv of width 7", "delta", "keyed", "lightning", "lru", "mamba", "rwkv", "selective", "shift"]
 )
 def test_passes_of_any_size_give_the_same(name: str) -> None:
     """Bit for bit: a token's program computes the same in every pass."""

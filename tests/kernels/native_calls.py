@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -362,7 +363,7 @@ def call(entry: str, arguments: Arguments) -> Any:
     rest = dict(arguments)
     if "self" in rest:
         return getattr(rest.pop("self"), entry.partition(".")[2])(**rest)
-    return getattr(native.library(), entry)(**rest)
+    return attrgetter(entry)(native.library())(**rest)
 
 
 def arrays_in(value: Any) -> list[np.ndarray]:

@@ -101,8 +101,20 @@ def scanning() -> dict[str, Any]:
     }
 
 
+def shift_parameters(**changes: Any) -> dict[str, Any]:
+    return {"factors": floats(6, CHANNELS), "column": CHANNELS, "window": 2 * CHANNELS} | changes
+
+
+def rwkv_parameters(**changes: Any) -> dict[str, Any]:
+    own = native.library().Norm(floats(INNER), floats(INNER), 1e-5, True)
+    sizes = {"heads": HEADS, "key_size": KEY, "value_size": VALUE, "channels": CHANNELS}
+    return {**sizes, "factors": floats(3 * HEADS * KEY), "norm": own, "mixes_values": True} | changes
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "Recurrence": parameters,
+    "Recurrence.rwkv": rwkv_parameters,
+    "Recurrence.shift": shift_parameters,
     "States": state_arrays,
     "Program.recur": recording,
     "Program.scan": scanning,

@@ -190,7 +190,7 @@ def act_mul_of_product(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 def act(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     x = activations(kernels, normal(rng, 5, 72, scale=2.0))
     layer = kernels.prepare_linear(new_linear(rng, (48,), 72))
-    plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "relu", "tanh")]
+    plain = [kernels.to_host(kernels.act(x, activation)) for activation in (*ACTIVATIONS, "relu", "sigmoid", "tanh")]
     return *plain, kernels.to_host(kernels.act(kernels.linear(x, layer), "gelu"))
 
 

@@ -38,6 +38,17 @@ def new_recurrence(rng: np.random.Generator, kind: str, **changes: object) -> Re
             decay=-np.exp(rng.uniform(-6, 1, channels)).astype(np.float32),
             bias=normal(rng, 2 * channels),
         )  # fmt: skip
+    if kind == "shift":
+        mixes, channels = int(changes.get("mixes", 6)), int(changes.get("channels", 37))
+        factors = rng.uniform(0, 1, (mixes, channels)).astype(np.float32)
+        return Recurrence(kind, 1, 2, channels, factors=factors, column=channels, window=2 * channels)
+    if kind == "rwkv":
+        inner, centred = heads * value, normal(rng, heads * value, scale=0.5)
+        return Recurrence(
+            kind, 1, 2, 2 * inner, heads, heads, key, value, factors=normal(rng, 3, heads * key),
+            norm=Norm(1 + normal(rng, inner, scale=0.25), centred, 64e-5, True),
+            mixes_values=bool(changes.get("mixes_values", True)),
+        )  # fmt: skip
     if kind == "keyed":
         groups = heads
     channels = 2 * groups * key + heads * value
@@ -79,13 +90,18 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "lightning of even sizes": ("lightning", {"heads": 4, "groups": 4, "key_size": 32, "value_size": 32}),
     "lru": ("lru", {}),
     "lru of even sizes": ("lru", {"channels": 64}),
+    "shift": ("shift", {}),
+    "shift of even sizes": ("shift", {"channels": 64, "mixes": 1}),
+    "rwkv": ("rwkv", {}),
+    "rwkv of even sizes": ("rwkv", {"heads": 3, "key_size": 64, "value_size": 64}),
+    "rwkv in the first layer": ("rwkv", {"key_size": 16, "value_size": 16, "mixes_values": False}),
     "mamba without norm": ("mamba", {"norm": None, "skip": None, "width": 2}),
 }
 
 
 def state_storage(kernels: KernelSet, r: Recurrence, num_states: int) -> KVStorage:
     """States of two layers; the recurrence uses the second."""
-    state = StateLayout(r.width, r.channels, r.heads, r.key_size, r.value_size)
+    state = StateLayout(r.width, r.window or r.channels, r.heads, r.key_size, r.value_size)
     return kernels.new_storage(
         CacheLayout(1, 1, 1, 1, 32, kernels.kv_dtype, states=(state, state), num_states=num_states)
     )

@@ -60,9 +60,9 @@ def test_extreme_gates(kind: str) -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * max(1.0, np.abs(theirs).max()))
 
 
-@pytest.mark.parametrize("kind", ["delta", "keyed"])
+@pytest.mark.parametrize("kind", ["delta", "keyed", "rwkv"])
 def test_the_state_of_a_real_model(kind: str) -> None:
-    """Heads of 128 by 128, as in Qwen3.5 and Kimi-Linear; many tokens, so that errors would grow."""
+    """Heads of 128 by 128, as in Qwen3.5 and Kimi-Linear, RWKV has 64 by 64; many tokens, so that errors would grow."""
     recurrence = new_recurrence(np.random.default_rng(5), kind, heads=4, groups=2, key_size=128, value_size=128)
     rows = normal(np.random.default_rng(6), 200, recurrence.in_features)
     results = []

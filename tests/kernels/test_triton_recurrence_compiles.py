@@ -17,14 +17,15 @@ import triton
 from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import chunked_scan, device_state, keyed_chunks, recurrence, selective
+from bifolio.kernels.triton import chunked_scan, device_state, keyed_chunks, recurrence, rwkv, selective
 
 pytestmark = pytest.mark.full
 POINTERS = {
     "x": "*bf16", "windows": "*fp32", "old": "*fp32", "weight": "*fp32", "bias": "*fp32", "mixed": "*fp32",
     "gates": "*bf16", "states": "*fp32", "decay": "*fp32", "skip": "*fp32", "y": "*fp32", "out": "*fp32",
-    "sums": "*fp32", "rates": "*fp32", "weights": "*fp32", "solutions": "*fp32",
+    "factors": "*fp32", "sums": "*fp32", "rates": "*fp32", "weights": "*fp32", "solutions": "*fp32",
     "query_scale": "fp32", "eps": "fp32", "least": "fp32", "most": "fp32",
+    "slowest": "fp32", "least_length": "fp32",
     **dict.fromkeys(("sequences", "starts", "reads", "writes", "rows", "slot_reads", "slot_writes"), "*i32"),
     **dict.fromkeys(("ends", "lengths", "first_chunks", "last_chunks", "num_sequences"), "*i32"),
 }  # fmt: skip
@@ -95,6 +96,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "norm of kimi_linear": (recurrence._finish_kernel, {**FINISH, "SIGMOID": True}, 4),
     "norm of granite": (
         recurrence._finish_kernel, {**FINISH, "NORM_FIRST": False, "SHARED": False, "ROWS": 1, "BLOCK": 8192}, 8,
+    ),
+    "shift of rwkv7": (
+        rwkv._shift_kernel, {"MIXES": 6, "HAS_STATES": True, "IS_DECODE": False, "BLOCK": 256}, 1,
+    ),
+    "scan of rwkv7": (
+        rwkv._rwkv_kernel,
+        {"MIXES_VALUES": True, "HAS_NORM": True, "HAS_BIAS": True, "HAS_STATES": True, "IS_DECODE": False, "KEYS": 64,
+         "VALUES": 64},
+        4,
     ),
     "states of a step": (device_state._begin_states_kernel, {"BLOCK": 64}, 1),
 }  # fmt: skip

@@ -134,6 +134,16 @@ LATER_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] 
          "tie_word_embeddings": False, "pad_token_id": 154820, "eos_token_id": [154820, 154827, 154829]},
         None,
     ),
+    "rwkv7": (  # transformers has no such class: test_rwkv7.py has an oracle
+        "RWKV7Config", {},
+        {"model_type": "rwkv7", "vocab_size": 65536, "hidden_size": 768, "intermediate_size": 3072,
+         "num_hidden_layers": 12, "head_dim": 64, "num_heads": 12, "hidden_act": "sqrelu", "hidden_ratio": 4.0,
+         "decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32,
+         "value_dim": [768] * 12, "attn": None, "attn_mode": "chunk", "norm_first": True, "norm_bias": True,
+         "norm_eps": 1e-05, "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": 0,
+         "eos_token_id": 0},
+        {},
+    ),
     "bitnet": (
         "BitNetConfig", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         {"model_type": "bitnet", "vocab_size": 128256, "hidden_size": 2560, "intermediate_size": 6912,

@@ -307,8 +307,8 @@ def test_damaged_vocabularies_are_refused() -> None:
     tokens: dict[str, Value] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'x'"):
         rebuild(metadata_of(tokens | {"tokenizer.ggml.pre": "x"}))
-    with pytest.raises(UnsupportedModelError, match="tokenizer 'rwkv'"):
-        rebuild(metadata_of(tokens | {"tokenizer.ggml.model": "rwkv"}))
+    with pytest.raises(UnsupportedModelError, match="tokenizer 'plamo2'"):
+        rebuild(metadata_of(tokens | {"tokenizer.ggml.model": "plamo2"}))
     with pytest.raises(ModelFileError, match="1 entries for 2 tokens"):
         rebuild(metadata_of(tokens | {"tokenizer.ggml.token_type": np.array([1], np.int32)}))
     with pytest.raises(ModelFileError, match="no tokens"):

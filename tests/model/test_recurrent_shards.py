@@ -135,5 +135,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
         check_size(changed("lightning"), 2)
     with pytest.raises(ConfigError, match="linear recurrent units are not shared"):
         check_size(changed("lru"), 2)
+    with pytest.raises(ConfigError, match="layers of RWKV are not shared"):
+        check_size(changed("rwkv"), 2)
     check_size(changed("mamba", norm_groups=1, has_norm=False), 2)
     check_size(changed("conv"), 3)

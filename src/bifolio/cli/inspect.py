@@ -39,6 +39,7 @@ RECURRENT_KINDS = {
     "lightning": "lightning attention",
     "lru": "linear recurrent units",
     "mamba": "Mamba-2",
+    "rwkv": "RWKV-7",
     "selective": "Mamba",
 }
 _SHOWN_ITEMS = 6  # of a long array

@@ -24,7 +24,8 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     total += (config.max_position + config.position_offset) * d * config.learned_positions + per_norm * norms
     total += config.num_heads * config.distance_buckets
     total += sum(_attention(config, layer) for layer in config.attention_layers)
-    total += 0 if own is None else len(config.recurrent_layers) * own.count_parameters(d)
+    if own is not None:
+        total += len(config.recurrent_layers) * own.count_parameters(d) - own.lacks_in_first_layer
     for layer in with_mlp:
         if config.moe is not None and num_experts is not None and config.has_experts(layer):
             total += _experts(config, config.moe, num_experts)

@@ -23,8 +23,8 @@ RECURRENT_LIMITS = {
 class RecurrentConfig:
     """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
 
-    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru"]
-    width: int  # taps of the convolution; 1: there is none (lightning)
+    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru", "rwkv"]
+    width: int  # taps of the convolution; 1: there is none (lightning); rwkv: 2, this token and the one before
     channels: int
     heads: int = 0
     groups: int = 0
@@ -42,6 +42,7 @@ class RecurrentConfig:
     step_norm_eps: float = 1e-6
     norm_eps: float = 0.0  # of the gated norm; 0: that of the model
     gate_blocks: int = 1  # lru: blocks of the matrices of its two gates, which are diagonal but for them
+    ranks: tuple[int, ...] = ()  # rwkv: of the low-rank products of decay, rate, gate and the mix of values
 
     def __post_init__(self) -> None:
         for name, limit in RECURRENT_LIMITS.items():
@@ -58,6 +59,8 @@ class RecurrentConfig:
                 raise ConfigError(f"{self.heads} recurrent heads cannot share {self.groups} groups of keys evenly")
             if self.by_channel:
                 self._check_channels()
+            elif self.kind == "rwkv":
+                self._check_rwkv()
             elif self.kind == "keyed" and (self.step_rank < 1 or self.heads != self.groups):
                 raise ConfigError("keyed recurrent layers have a group for each head and a rank of their gates")
             elif self.channels != self.inner_size + 2 * self.groups * self.key_size:
@@ -75,6 +78,15 @@ class RecurrentConfig:
             raise ConfigError("selective recurrent layers have a rank of steps")
         if self.kind == "lru" and (self.key_size != 1 or self.gate_blocks < 1 or self.channels % self.gate_blocks):
             raise ConfigError(f"{self.channels} channels cannot have gates of {self.gate_blocks} equal blocks")
+
+    def _check_rwkv(self) -> None:
+        """Check the sizes of layers of RWKV, whose windows have an input of each of their two parts."""
+        if self.heads != self.groups or self.key_size != self.value_size or self.width != 2:
+            raise ConfigError("recurrent layers of RWKV have square states of their heads, and mix two tokens")
+        if self.channels != 2 * self.inner_size:
+            raise ConfigError(f"the windows of {self.inner_size} values of RWKV must not have {self.channels} channels")
+        if len(self.ranks) != 4 or not all(0 < rank <= RECURRENT_LIMITS["channels"] for rank in self.ranks):
+            raise ConfigError(f"recurrent layers of RWKV have four products of low rank, not those of {self.ranks}")
 
     @property
     def by_channel(self) -> bool:
@@ -95,11 +107,13 @@ class RecurrentConfig:
     def input_sizes(self) -> tuple[int, ...]:
         """Rows of each piece of the input projection, in the order of `Recurrence`.
 
-        keyed: the products of low rank, from which a and z follow, are the last.
+        keyed: the products of low rank, from which a and z follow, are the last. rwkv: of the queries alone.
         """
         inner, keys, heads = self.inner_size, self.groups * self.key_size, self.heads
         if self.kind == "conv":
             return (inner, inner, inner)
+        if self.kind == "rwkv":
+            return (inner,)
         if self.by_channel:
             return (inner, inner)
         if self.kind == "lightning":
@@ -127,6 +141,11 @@ class RecurrentConfig:
         """Biases of the steps of a layer with heads."""
         return self.heads * (self.key_size if self.kind == "keyed" else 1)
 
+    @property
+    def lacks_in_first_layer(self) -> int:
+        """Parameters that the first layer does not have: RWKV mixes its values with no others."""
+        return (2 * self.ranks[3] + 1) * self.inner_size if self.kind == "rwkv" else 0
+
     def count_parameters(self, hidden_size: int) -> int:
         """Parameters of one recurrent layer, without the norm in front of it."""
         rows = sum(self.input_sizes)
@@ -137,6 +156,9 @@ class RecurrentConfig:
             matrices += parameters * (self.step_norms == "weighted")
         if self.kind == "keyed":
             matrices += self.step_rank * (self.groups * self.key_size + self.inner_size)
+        if self.kind == "rwkv":
+            matrices += 2 * hidden_size * self.inner_size + 2 * sum(self.ranks) * self.inner_size
+            return matrices + 15 * self.inner_size  # mixes, factors of keys, biases and the norm
         if self.kind == "lru":
             matrices += self.channels * (2 * self.channels // self.gate_blocks + 3)  # gates, their biases and the decay
         taps = self.width + self.conv_bias if self.width > 1 else 0

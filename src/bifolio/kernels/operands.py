@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -178,6 +179,8 @@ class Recurrence:
         lightning  [z | x | b | c]                       mamba with dt = 1 and the sigmoid of z in place of silu
         selective  x, of `channels`                      y = silu(conv(x)); `KernelSet.scan` follows
         lru        x, of `channels`                      y = conv(x); `KernelSet.scan` follows
+        shift      x, of `channels`                      n mixes with the token before, side by side
+        rwkv       [r | w | k | v | a | g | m | f]       r, w, k, a: H * K each; v, g, m, f: H * V each
 
     `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta and
     keyed), of x, b, c (mamba), in this order of channels; all but the first pass through silu. With one tap of ones it
@@ -190,9 +193,20 @@ class Recurrence:
                y = c^T S + skip * x
                out = norm(y * silu(z)), or norm(y) * silu(z) if `norm_first`; the norm is over H * V / `norm_groups`;
                without a norm y * silu(z)
+
+    shift has `factors` f32[n, channels], and keeps the last x in the columns of the window from `column` on:
+
+        y_i = x + factors[i] * (x of the token before - x), which is 0 before the first token
+
+    rwkv has `factors` f32[3, H * K] of u, k and the bonus; m and f only if `mixes_values`:
+
+        d = exp(-sigmoid(w) / sqrt(e));  a <- sigmoid(a);  u = k * factors[0];  u <- u / max(|u|, 1e-12)
+        k <- k * (1 + (a - 1) * factors[1]);  v <- v + sigmoid(m) * (f - v)
+        S <- d * S - (a * u) (u^T S)^T + k v^T;  y = r^T S
+        out = (norm(y) + (r^T (factors[2] * k)) * v) * g, a layer norm over V
     """
 
-    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru"]
+    kind: Literal["conv", "delta", "keyed", "mamba", "selective", "lightning", "lru", "shift", "rwkv"]
     layer: int  # index among the recurrent layers: selects the states
     width: int  # taps of the convolution
     channels: int
@@ -211,15 +225,21 @@ class Recurrence:
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     tiled: bool = False  # delta: head h belongs to group h % groups, instead of h // (heads // groups)
+    factors: Array | None = None  # shift: f32[n, channels]; rwkv: f32[3, heads * key_size]
+    column: int = 0  # shift: the first one in a window
+    window: int = 0  # shift: columns of a window
+    mixes_values: bool = False  # rwkv: values are mixed with those of the first layer
     prepared: Any = None  # the kernel set's own form, created at load
 
     @property
     def in_features(self) -> int:
         """Rows of the input projection; of the convolution's input where a scan follows."""
-        if self.by_channel:
+        if self.by_channel or self.kind == "shift":
             return self.channels
         if self.kind == "conv":
             return 3 * self.channels
+        if self.kind == "rwkv":
+            return self.heads * (4 * self.key_size + (4 if self.mixes_values else 2) * self.value_size)
         inner, keys = self.heads * self.value_size, self.groups * self.key_size
         gates = {"delta": 2, "keyed": 1 + self.key_size, "mamba": 1, "lightning": 0}[self.kind]  # of each head
         return 2 * (inner + keys) + gates * self.heads
@@ -230,6 +250,9 @@ class Recurrence:
 
     @property
     def out_features(self) -> int:
+        if self.kind == "shift":
+            factors: Array = self.factors
+            return math.prod(factors.shape)
         return self.channels if self.only_convolves else self.heads * self.value_size
 
     @property
@@ -241,6 +264,11 @@ class Recurrence:
     def by_channel(self) -> bool:
         """Whether each channel has a state of its own, which `KernelSet.scan` computes."""
         return self.kind in ("selective", "lru")
+
+    @property
+    def is_rwkv(self) -> bool:
+        """Whether it is one of the two parts of a layer of RWKV, which `kernels.rwkv` defines."""
+        return self.kind in ("shift", "rwkv")
 
     @property
     def only_convolves(self) -> bool:

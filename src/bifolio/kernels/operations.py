@@ -115,7 +115,7 @@ class Operations(PagedAttentionKernel, Protocol):
         ...
 
     def act(self, x: Array, activation: str) -> Array:
-        """`silu`, `gelu_tanh`, `gelu`, `tanh`, `relu`, or `relu2`, the square of max(x, 0)."""
+        """`silu`, `gelu_tanh`, `gelu`, `tanh`, `sigmoid`, `relu`, or `relu2`, the square of max(x, 0)."""
         ...
 
     def clamp(self, x: Array, least: Array, most: Array) -> Array:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from bifolio.kernels import rwkv
 from bifolio.kernels.interface import Array, Batch, Norm, Recurrence, StateUse, Storage
 
 L2_EPS = 1e-6  # of the norms of q and k in the delta rule
@@ -26,6 +27,8 @@ def states_of(batch: Batch) -> StateUse:
 def recur(x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
     """[t, out_features]"""
     r, use = recurrence, states_of(batch)
+    if r.is_rwkv:
+        return rwkv.recur(x, r, use, storage)
     step = STEPS[r.kind]
     out = np.empty((x.shape[0], r.out_features), np.float32)
     for read, (start, end) in zip(use.reads, pairwise(use.starts), strict=True):

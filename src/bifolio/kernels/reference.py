@@ -245,6 +245,8 @@ class ReferenceKernels(HostArrays):
             return xp.clip(x, 0.0, None) ** 2
         if activation == "tanh":
             return xp.tanh(x)
+        if activation == "sigmoid":
+            return sigmoid(xp, x)
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))

@@ -15,16 +15,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bifolio.kernels import torch_rwkv
 from bifolio.kernels.interface import Array, Batch, Norm, Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS, states_of
 
 
 def prepare_vectors(recurrence: Recurrence, vector: Callable[[Array], torch.Tensor]) -> Recurrence:
     """The parameters as tensors; `vector` creates one in f32 on the set's device."""
-    names = ("conv_weight", "conv_bias", "decay", "bias", "skip")
+    names = ("conv_weight", "conv_bias", "decay", "bias", "skip", "factors")
     moved: dict[str, Any] = {name: vector(value) for name in names if (value := getattr(recurrence, name)) is not None}
     norm = recurrence.norm
-    return replace(recurrence, **moved, norm=None if norm is None else replace(norm, weight=vector(norm.weight)))
+    if norm is not None:
+        norm_bias = None if norm.bias is None else vector(norm.bias)
+        norm = replace(norm, weight=vector(norm.weight), bias=norm_bias)
+    return replace(recurrence, **moved, norm=norm)
 
 
 def recur(x: torch.Tensor, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> torch.Tensor:
@@ -96,11 +100,13 @@ def _recur_equal(
 ) -> torch.Tensor:
     """Sequences of equal lengths, one after the other in `x`."""
     rows: Array = x.float().reshape(len(reads), -1, x.shape[-1])  # [s, n, in_features]
-    window = rows.new_zeros(len(reads), r.width - 1, r.channels)
+    window = rows.new_zeros(len(reads), r.width - 1, r.window or r.channels)
     state = rows.new_zeros(len(reads), r.heads, r.key_size, r.value_size)
     if storage is not None:
         index = torch.from_numpy(reads.astype(np.int64)).to(x.device)
         window, state = storage.convolutions[r.layer][index], storage.recurrent[r.layer][index]
+    if r.is_rwkv:
+        return torch_rwkv.recur_equal(rows, r, writes.reshape(len(reads), -1), window, state, storage).to(x.dtype)
     inner, keys = r.heads * r.value_size, r.groups * r.key_size
     y: Array
     if r.kind == "conv":

@@ -232,6 +232,8 @@ class TorchKernels(TorchArrays):
             return F.relu(x).square()
         if activation == "tanh":
             return torch.tanh(x)
+        if activation == "sigmoid":
+            return torch.sigmoid(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def clamp(self, x: Array, least: Array, most: Array) -> Array:

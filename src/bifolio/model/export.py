@@ -16,6 +16,7 @@ from bifolio.model.keyed_tensors import keyed_parts
 from bifolio.model.latent_names import LatentNames
 from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.recurrent_tensors import RecurrentNames
+from bifolio.model.rwkv_tensors import rwkv_matrices, rwkv_states
 from bifolio.model.selective_tensors import selective_parts
 from bifolio.model.stream_tensors import (
     Part,
@@ -151,6 +152,9 @@ def _layer(
         yield from _attention(prefix, names, layer, orders)
     yield from norm_tensors(prefix + names.post_attention_norm, layer.post_attention_norm)
     yield from norm_tensors(prefix + names.mlp_norm, layer.mlp_norm)
+    if layer.mlp_shift is not None and names.recurrent is not None and names.recurrent.rwkv is not None:
+        values = np.asarray(layer.mlp_shift.factors).reshape(-1)
+        yield NamedTensor(prefix + names.recurrent.rwkv.mlp_shift, _quantized(values), "state")
     if layer.moe is not None:
         yield from _experts(prefix, names, layer, layer.moe)
     elif layer.has_mlp:
@@ -213,6 +217,11 @@ def _recurrence(
         if values is not None:
             yield NamedTensor(prefix + name, _quantized(np.asarray(values).reshape(shape)), kind)
 
+    if names.rwkv is not None:
+        yield from _parts((prefix + name, part) for name, part in rwkv_matrices(names.rwkv, recurrent))
+        states = rwkv_states(names.rwkv, own, recurrent)
+        yield from _parts(((prefix + name, part) for name, part in states), "state")
+        return
     decay = recurrence.decay
     stored = decay if decay is None or not names.decay_log else np.log(-np.asarray(decay))
     if stored is not None and recurrent.selective is not None:

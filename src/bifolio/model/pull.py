@@ -41,7 +41,7 @@ _COPY_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # The files of a model folder. No pickles, no code.
 _FOLDER_FILES = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json", "*.index.json",
-                 "tokenizer.model", "special_tokens_map.json", "chat_template.jinja",
+                 "tokenizer.model", "rwkv_vocab_*.txt", "special_tokens_map.json", "chat_template.jinja",
                  "preprocessor_config.json", "processor_config.json",  # of models that read images
                  "modules.json", "sentence_*_config.json", "config_sentence_transformers.json",  # of encoders
                  "[0-9]_*/config.json")  # fmt: skip

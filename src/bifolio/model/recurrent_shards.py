@@ -56,6 +56,8 @@ def check_recurrence(own: RecurrentConfig, size: int) -> None:
             "tensor_parallel_size must be 1: selective recurrent layers (Mamba) and linear recurrent units are not "
             "shared by ranks"
         )
+    if own.kind == "rwkv":
+        raise ConfigError("tensor_parallel_size must be 1: recurrent layers of RWKV are not shared by ranks")
     if own.kind == "conv":
         if own.channels < size:
             raise ConfigError(f"{own.channels} channels cannot be shared by tensor_parallel_size={size} processes")

@@ -12,6 +12,7 @@ from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
 from bifolio.model.fetch import Fetch, FetchVector
 from bifolio.model.keyed_tensors import KeyedNames, assemble_keyed
 from bifolio.model.rope_frequencies import lightning_slopes
+from bifolio.model.rwkv_tensors import RwkvNames, assemble_rwkv
 from bifolio.model.selective_tensors import SelectiveNames, assemble_selective, selective_decay
 from bifolio.model.unit_tensors import UnitNames, assemble_units, unit_vectors
 from bifolio.model.weights import RecurrentWeights
@@ -25,9 +26,9 @@ class RecurrentNames:
     `RecurrentConfig.input_sizes`; a family rearranges the rows of files in another order.
     """
 
-    input: tuple[tuple[str, int], ...]  # (name, number of pieces), in order
-    conv: str | tuple[str, str, str]  # three names: of q, k and v
-    output: str
+    input: tuple[tuple[str, int], ...] = ()  # (name, number of pieces), in order
+    conv: str | tuple[str, str, str] = ""  # three names: of q, k and v
+    output: str = ""
     decay: str = ""  # with its suffix
     bias: str = ""  # with its suffix
     skip: str = ""  # with its suffix
@@ -40,6 +41,7 @@ class RecurrentNames:
     selective: SelectiveNames | None = None
     keyed: KeyedNames | None = None
     units: UnitNames | None = None
+    rwkv: RwkvNames | None = None
 
     @property
     def conv_names(self) -> tuple[str, ...]:
@@ -72,6 +74,8 @@ def assemble_recurrence(
     own = config.recurrent
     if own is None or not config.layers[layer].recurrent:
         return None
+    if names.rwkv is not None:
+        return assemble_rwkv(config, own, names.rwkv, layer, prefix, fetch, vector)
     heads, d = names.vector_shape(own), config.hidden_size
     is_selective = own.kind == "selective"
 

@@ -18,6 +18,7 @@ from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
 from bifolio.model.latent_tensors import assemble_latent
 from bifolio.model.norm_tensors import stored_norm
 from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
+from bifolio.model.rwkv_tensors import assemble_mlp_shift
 from bifolio.model.stream_tensors import (
     LayerInputNames,
     StreamNames,
@@ -296,6 +297,7 @@ def _layer(
         scale=float(vector(prefix + names.layer_scale, (1,))[0]) if config.layer_scales else 1.0,
         inputs=assemble_gated_inputs(config, names.layer_inputs, index, prefix, fetch, vector),
         streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
+        mlp_shift=None if own is None else assemble_mlp_shift(config, own.rwkv, index, prefix, vector),
     )
 
 

@@ -16,6 +16,7 @@ from bifolio.model.image_rows import given_rows
 from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import IndexWeights, LatentWeights
 from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
+from bifolio.model.rwkv_mixing import Columns, mixed_inputs, mixed_tokens
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import (
     HeadNorms,
@@ -33,6 +34,7 @@ class Carried:
 
     heads: dict[int, Heads] = field(default_factory=dict)  # keys and values, by layer of the cache
     chosen: Array | None = None  # i32[t, top_k]  positions that the last indexer chose
+    values: Columns | None = None  # of the first layer (RWKV)
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -78,6 +80,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         elif layer.mlp_norm is not None:
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:
+            if layer.mlp_shift is not None:
+                normed = kernels.recur(normed, layer.mlp_shift, batch, storage)
             delta = feed_forward(layer, normed, config.activation, config.gated_mlp, batch, kernels, x)
             if config.kept_norms:
                 x = kernels.add_to_streams(delta, normed, (config.kept_norms,))
@@ -178,7 +182,7 @@ def token_mixing(
     attend = PagedAttentionLayer(layer)
     mixed = attend(x, batch, kernels, storage, rotations, carried) if layer.has_attention else None
     if layer.recurrent is not None:
-        scanned = recurrence(layer.recurrent, x, batch, kernels, storage)
+        scanned = recurrence(layer.recurrent, x, batch, kernels, storage, carried)
         mixed = scanned if mixed is None else kernels.add(mixed, scanned)
     if mixed is None or layer.post_attention_norm is None:
         return mixed
@@ -186,9 +190,21 @@ def token_mixing(
 
 
 def recurrence(
-    recurrent: RecurrentWeights, x: Array, batch: Batch, kernels: KernelSet, storage: Storage | None
+    recurrent: RecurrentWeights,
+    x: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    carried: Carried,
 ) -> Array:
     """A recurrence over the tokens of each sequence, from its stored state on."""
+    if recurrent.rwkv is not None:
+        own, parts = recurrent.rwkv, mixed_inputs(recurrent.rwkv, x, batch, kernels, storage)
+        query = product(parts[0], recurrent.input, batch, kernels)
+        mixed, carried.values = mixed_tokens(
+            own, recurrent.recurrence, query, parts, carried.values, batch, kernels, storage
+        )
+        return joined(mixed, recurrent.output, batch, kernels)
     inputs = product(x, recurrent.input, batch, kernels)
     if recurrent.selective is not None:
         mixed = selective_scan(recurrent.recurrence, recurrent.selective, inputs, batch, kernels, storage)

@@ -32,6 +32,7 @@ from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
+from bifolio.model.rwkv_weights import RwkvWeights
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.model.unit_tensors import UnitWeights
 from bifolio.quant.formats import QuantFormat
@@ -110,18 +111,21 @@ class SelectiveWeights:
 class RecurrentWeights:
     """A recurrence between its two projections."""
 
-    input: Linear  # [recurrence.in_features, d]; keyed: rows of q, k, v, beta and of the low-rank products
+    # [recurrence.in_features, d]; keyed: rows of q, k, v, beta and of the low-rank products; rwkv: of queries alone
+    input: Linear
     recurrence: Recurrence
     output: Linear  # [d, recurrence.out_features]
     selective: SelectiveWeights | None = None
     keyed: KeyedWeights | None = None
     units: UnitWeights | None = None
+    rwkv: RwkvWeights | None = None
 
     @property
     def inner(self) -> list[Linear]:
         """The products between those of the input and the output, but for those by head."""
         own = [] if self.selective is None else [self.selective.parameters, self.selective.step]
-        return own if self.keyed is None else self.keyed.linears
+        own = own if self.keyed is None else self.keyed.linears
+        return own if self.rwkv is None else self.rwkv.linears
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         by_head = [] if self.units is None else self.units.linears()
@@ -156,6 +160,7 @@ class LayerWeights:
     streams: LayerStreamWeights | None = None
     attention_sub_norm: Norm | None = None  # of the output of attention, before its last projection
     mlp_sub_norm: Norm | None = None  # of the product of gate and up
+    mlp_shift: Recurrence | None = None  # a mix of each token with the one before it, in front of the MLP
 
     @property
     def has_attention(self) -> bool:
@@ -349,6 +354,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         values=None if layer.values is None else layer.values.prepared(kernels),
         inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
         streams=None if layer.streams is None else layer.streams.prepared(kernels),
+        mlp_shift=None if layer.mlp_shift is None else kernels.prepare_recurrence(layer.mlp_shift),
     )
 
 
@@ -405,6 +411,7 @@ def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> Rec
         selective=own,
         keyed=None if recurrent.keyed is None else recurrent.keyed.prepared(kernels),
         units=None if recurrent.units is None else recurrent.units.prepared(kernels),
+        rwkv=None if recurrent.rwkv is None else recurrent.rwkv.prepared(kernels),
         input=kernels.prepare_linear(recurrent.input),
         recurrence=kernels.prepare_recurrence(recurrent.recurrence),
         output=kernels.prepare_linear(recurrent.output),

@@ -19,7 +19,8 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.native.library import library
 from bifolio.kernels.recurrence import states_of
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "tanh": 5, "relu": 6}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "tanh": 5, "relu": 6,
+                    "sigmoid": 7}  # fmt: skip
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 RECURRENCE_CODES = {"conv": 0, "delta": 1, "mamba": 2, "selective": 3, "lightning": 4, "lru": 5, "keyed": 6}
 
@@ -98,6 +99,11 @@ def native_states(storage: Storage) -> Any:
 
 def native_recurrence(r: Recurrence) -> Any:
     """The parameters of a recurrent layer; the convolution is copied, all other arrays are kept."""
+    if r.kind == "shift":
+        return library().Recurrence.shift(floats(r.factors), r.column, r.window)
+    if r.kind == "rwkv":
+        own = floats(r.factors).reshape(-1), native_norm(r.norm), r.mixes_values
+        return library().Recurrence.rwkv(r.heads, r.key_size, r.value_size, r.channels, *own)
     vectors = (_optional(array) for array in (r.conv_bias, _flat(r.decay), r.bias, r.skip))
     sizes = (r.width, r.channels, r.heads, r.groups, r.key_size, r.value_size)
     options = (r.norm_first, r.norm_groups, *r.dt_limits, r.tiled)

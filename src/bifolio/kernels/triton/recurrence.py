@@ -28,6 +28,7 @@ from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, has_steps, head_gro
 from bifolio.kernels.triton.delta_step import delta_step, gated_norm, has_one_step, head_steps
 from bifolio.kernels.triton.keyed_chunks import scan_keyed_chunks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.rwkv import recur_rwkv
 from bifolio.kernels.triton.scan_plan import Spans, StagedStates, programs_of
 
 CONV_BLOCK = 256  # channels of a program of a convolution layer
@@ -293,6 +294,8 @@ def _finish_kernel(
 
 def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None) -> torch.Tensor:
     """[t, out_features]"""
+    if r.is_rwkv:
+        return recur_rwkv(x, r, staged, storage)
     if r.only_convolves:
         out = x.new_empty((x.shape[0], r.channels))
         _convolve(x, r, staged, storage, out)

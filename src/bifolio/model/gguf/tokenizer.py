@@ -6,7 +6,8 @@ first use, and for vocabularies that the native code does not take: repeated tok
 Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
 SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
 Encoders have WordPiece vocabularies as well ("bert", `word_pieces`), which the library alone reads.
-Files of Gemma 4 list the merges of a SentencePiece vocabulary (`SPACED_BPE`).
+Files of RWKV have tokens of bytes, of which the longest is taken (`model.world_tokens`). Files of Gemma 4 list the
+merges of a SentencePiece vocabulary (`SPACED_BPE`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bifolio.model.gguf.file_tokenizer import FileTokenizer, TokenType, Vocabula
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS, SPACED_BPE
 from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.model.gguf.word_pieces import around_texts, is_encoder, pair_processor, with_pieces, word_pieces
+from bifolio.model.world_tokens import WORLD, world_from_gguf
 from bifolio.text.tokenizer import Tokenizer
 
 SPACE = "▁"  # SentencePiece's symbol for a space
@@ -47,7 +49,17 @@ def has_tokenizer(metadata: Metadata) -> bool:
 
 def tokenizer_from_metadata(metadata: Metadata) -> Tokenizer:
     """Build the tokenizer that the metadata describes."""
+    if metadata.text("tokenizer.ggml.model", "") == WORLD and not metadata.has(TOKENIZER_JSON):
+        return _world_tokenizer(metadata)
     return _native_tokenizer(metadata) or Tokenizer(_backend(metadata))
+
+
+def _world_tokenizer(metadata: Metadata) -> Tokenizer:
+    strings = metadata.strings("tokenizer.ggml.tokens")
+    if not strings:
+        raise metadata.fail("the file has no tokens")
+    tokens = strings.texts() if isinstance(strings, StringArray) else list(strings)
+    return world_from_gguf(metadata, tokens, _types_and_scores(metadata, len(tokens))[0])
 
 
 def _backend(metadata: Metadata) -> Any:
@@ -108,7 +120,9 @@ def _build(metadata: Metadata) -> Any:
     }  # fmt: skip
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in builders:
-        raise UnsupportedModelError(f"the tokenizer {kind!r} is not supported; supported: {', '.join(builders)}")
+        raise UnsupportedModelError(
+            f"the tokenizer {kind!r} is not supported; supported: {', '.join((*builders, WORLD))}"
+        )
     vocabulary = read_vocabulary(metadata)
     vocabulary = with_pieces(vocabulary) if kind == "bert" else vocabulary
     tokenizer = builders[kind](metadata, vocabulary)

@@ -31,6 +31,8 @@ from bifolio.model.gguf.tokenizer import (
     tokenizer_from_metadata,
 )
 from bifolio.model.gguf.word_pieces import INSIDE, LOWERCASE, stored_piece
+from bifolio.model.world_tokens import world_entries
+from bifolio.text.longest_match import LongestMatchTokenizer
 from bifolio.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -54,9 +56,13 @@ def tokenizer_metadata(
     tokenizer: Tokenizer, config: ModelConfig, special_tokens: Mapping[str, str]
 ) -> tuple[dict[str, Value], list[str]]:
     """The entries, and notes on properties of the tokenizer that they cannot describe."""
+    entries: dict[str, Value]
+    if isinstance(tokenizer, LongestMatchTokenizer):
+        entries = world_entries(tokenizer, config.vocab_size)
+        return entries | _special_entries(tokenizer, config, special_tokens), []
     backend = tokenizer.backend
     description = json.loads(backend.to_str())
-    entries: dict[str, Value] = {}
+    entries = {}
     notes: list[str] = []
     kind = _kind(description)
     if kind is not None:

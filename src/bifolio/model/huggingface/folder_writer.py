@@ -24,8 +24,10 @@ from bifolio.model.huggingface.config import config_to_hf
 from bifolio.model.huggingface.safetensors_file import TensorPlan, write_planned
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import inverse_frequencies
+from bifolio.model.world_tokens import END_ID, write_world
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+from bifolio.text.longest_match import LongestMatchTokenizer
 
 TABULATED = ("longrope", "proportional")  # their frequency divisors are not those of llama3 scaling
 NOTHING: Mapping[str, Any] = {}
@@ -154,7 +156,11 @@ def _write_tokenizer(folder: Path, model: LoadedModel) -> None:
     if model.chat_template is not None:
         settings["chat_template"] = model.chat_template
     if (tokenizer := model.tokenizer) is not None:
-        (folder / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
+        if isinstance(tokenizer, LongestMatchTokenizer):
+            write_world(folder, tokenizer)
+            settings |= {"tokenizer_class": "RwkvTokenizer", "eos_token": tokenizer.token(END_ID)}
+        else:
+            (folder / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
         _write_json(folder / "tokenizer_config.json", settings)
     ends = list(model.config.eos_token_ids)
     generation = {"bos_token_id": model.config.bos_token_id, "eos_token_id": ends} if ends else {}

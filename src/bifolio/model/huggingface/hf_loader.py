@@ -25,6 +25,7 @@ from bifolio.model.model_file import ModelFile, TensorSource
 from bifolio.model.vision.families import vision_of
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import Vision
+from bifolio.model.world_tokens import VOCABULARY_FILE, read_world
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -145,13 +146,16 @@ def with_generation_ids(
 
 
 def _tokenizer_source(folder: Path) -> Callable[[], Tokenizer] | None:
-    """`tokenizer.json`, or `tokenizer.model` of SentencePiece."""
+    """`tokenizer.json`, the vocabulary of RWKV World, or `tokenizer.model` of SentencePiece."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
     if (folder / "tokenizer.json").is_file():
         return partial(Tokenizer.from_file, folder / "tokenizer.json")
+    if (folder / VOCABULARY_FILE).is_file():
+        return partial(read_world, folder / VOCABULARY_FILE, settings)
     if not (folder / "tokenizer.model").is_file():
         return None
-    path = folder / "tokenizer_config.json"
-    return partial(read_tokenizer, folder / "tokenizer.model", read_json(path) if path.is_file() else {})
+    return partial(read_tokenizer, folder / "tokenizer.model", settings)
 
 
 def _vision(folder: Path, raw: Mapping[str, Any]) -> Vision | None:
