@@ -69,6 +69,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
+    ("zamba2", {"layers_block_type": ["other"] * 81}, "'other'"),
+    ("zamba2", {"use_long_context": True}, "use_long_context"),
+    ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings"),
 ]
 
 
@@ -162,6 +165,9 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("recurrent_gemma", {"hidden_activation": "gelu"}, "activation = 'gelu'"),
     ("qwen2moe", {"qkv_bias": False, "use_sliding_window": False, "layer_types": None, "mlp_only_layers": [0]}, ""),
     ("qwen2moe", {"norm_topk_prob": True}, "add up to 1"),
+    ("zamba2", {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False,
+                "add_bias_linear": True}, ""),
+    ("zamba2", {"hidden_act": "silu"}, "activation = 'silu'"),
 ]  # fmt: skip
 
 
