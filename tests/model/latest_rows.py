@@ -9,6 +9,7 @@ from helpers import WINDOW
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 _LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # fmt: skip
+_FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 0.7}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
 LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
@@ -84,5 +85,47 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
          "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001},
         {},
+    ),
+    "helium": (
+        "HeliumConfig", {"head_dim": 16, "rms_norm_eps": 1e-5},
+        {"model_type": "helium", "vocab_size": 64000, "hidden_size": 2048, "intermediate_size": 8192,
+         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-08, "rope_theta": 20000.0,
+         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": 1,
+         "eos_token_id": 2},
+        None,
+    ),
+    "nanochat": (
+        "NanoChatConfig", {},
+        {"model_type": "nanochat", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 8192,
+         "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 16, "hidden_act": "relu2",
+         "max_position_embeddings": 2048, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "attention_bias": False,
+         "final_logit_softcapping": 15.0, "tie_word_embeddings": False, "bos_token_id": 65527, "eos_token_id": 65531},
+        None,
+    ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {**_FACTORS, "sliding_window": WINDOW, "layer_rope_theta": [0, 10000.0, 500.0, 0]},
+        {"model_type": "granite_swa", "vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192,
+         "num_hidden_layers": 24, "num_attention_heads": 20, "num_key_value_heads": 4, "hidden_act": "silu",
+         "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 128,
+         "layer_types": [_FULL, _LOCAL, _LOCAL, _LOCAL] * 6, "layer_rope_theta": [0, 10000, 10000, 10000] * 6,
+         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
+         "logits_scaling": 8.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+         "bos_token_id": 100257, "eos_token_id": 100257},
+        None,
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        {**_FACTORS, "sliding_window": WINDOW, "layer_rope_theta": [0, 10000.0, 10000.0, 0], "num_local_experts": 6,
+         "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48},
+        {"model_type": "granitemoe_swa", "vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 512,
+         "num_hidden_layers": 32, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_act": "silu",
+         "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 128,
+         "layer_types": [_FULL, _LOCAL, _LOCAL, _LOCAL] * 8, "layer_rope_theta": None, "num_local_experts": 64,
+         "num_experts_per_tok": 6, "shared_intermediate_size": 1024, "embedding_multiplier": 12.0,
+         "residual_multiplier": 0.22, "attention_multiplier": 0.0078125, "logits_scaling": 6.0,
+         "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257, "eos_token_id": 100257},
+        None,
     ),
 }  # fmt: skip
