@@ -105,7 +105,7 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
     ),
     "granite_swa": (
         "GraniteSWAConfig",
-        {**_FACTORS, "sliding_window": WINDOW, "layer_rope_theta": [0, 10000.0, 500.0, 0]},
+        {**_FACTORS, "sliding_window": WINDOW, "layer_rope_theta": [0, 500.0, 500.0, 0]},
         {"model_type": "granite_swa", "vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192,
          "num_hidden_layers": 24, "num_attention_heads": 20, "num_key_value_heads": 4, "hidden_act": "silu",
          "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 128,
@@ -113,7 +113,7 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
          "logits_scaling": 8.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
          "bos_token_id": 100257, "eos_token_id": 100257},
-        None,
+        {},
     ),
     "granitemoe_swa": (
         "GraniteMoeSWAConfig",
@@ -126,6 +126,6 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "num_experts_per_tok": 6, "shared_intermediate_size": 1024, "embedding_multiplier": 12.0,
          "residual_multiplier": 0.22, "attention_multiplier": 0.0078125, "logits_scaling": 6.0,
          "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257, "eos_token_id": 100257},
-        None,
+        {},
     ),
 }  # fmt: skip
