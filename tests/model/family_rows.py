@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from exaone_folders import as_exaone
 from expert_rows import EXPERT_ROWS
 from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
 from later_rows import LATER_ROWS
-from latest_rows import LATEST_ROWS
+from latest_rows import LATEST_ROWS, SAVED
+from renamed_folders import as_exaone
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
 
@@ -278,7 +278,7 @@ ROWS: dict[str, Row] = {
     ),
 }  # fmt: skip
 ADDED = {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS, **LATEST_ROWS}
-ROWS |= {name: Row(config, tiny, real, peer=peer) for name, (config, tiny, real, peer) in ADDED.items()}
+ROWS |= {name: Row(config, tiny, real, SAVED.get(name, {}), peer) for name, (config, tiny, real, peer) in ADDED.items()}
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs

@@ -128,4 +128,14 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 100257, "eos_token_id": 100257},
         {},
     ),
+    "minicpm": (
+        "GraniteConfig",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.25, "logits_scaling": 2.0},
+        {"model_type": "minicpm", "vocab_size": 122753, "hidden_size": 2304, "intermediate_size": 5760,
+         "num_hidden_layers": 40, "num_attention_heads": 36, "num_key_value_heads": 36, "hidden_act": "silu",
+         "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_scaling": None, "scale_emb": 12,
+         "scale_depth": 1.4, "dim_model_base": 256, "bos_token_id": 1, "eos_token_id": 2},
+        {},
+    ),
 }  # fmt: skip
+SAVED = {"minicpm": {"model_type": "minicpm", "scale_emb": 3.0, "scale_depth": 1.2, "dim_model_base": 32}}  # as above

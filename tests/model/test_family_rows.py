@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exaone_folders import as_llama, is_exaone
 from family_rows import ROWS, UNREAD, row_folder, row_model, save_row
+from renamed_folders import as_known
 from whole_prompt import greedy_tokens, prompt_logits
 
 from bifolio.api.llm import LLM
@@ -128,8 +128,7 @@ def reloaded_logits(folder: Path, prompt: list[int]) -> np.ndarray:
     """By transformers, which reads a folder that we wrote."""
     import transformers
 
-    if is_exaone(folder):
-        as_llama(folder)
+    as_known(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     return transformers_logits(model, prompt)
 

@@ -70,6 +70,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
     ("zamba2", {"layers_block_type": ["other"] * 81}, "'other'"),
+    ("minicpm", {"num_experts": 8}, "experts"),
+    ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse"),
     ("youtu", {"attention_bias": True}, "biases in attention"),
     ("youtu", {"rope_interleave": False}, "rope_interleave"),
     ("zamba2", {"use_long_context": True}, "use_long_context"),

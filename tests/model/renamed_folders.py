@@ -1,4 +1,4 @@
-"""Folders of EXAONE 3, which brings code of its own, from folders of Llama, and the reverse."""
+"""Folders of families that bring code of their own, EXAONE 3 and MiniCPM, as those of Llama and Granite."""
 
 from __future__ import annotations
 
@@ -33,8 +33,28 @@ def as_llama(folder: Path) -> None:
     _renamed(folder, tensors, fields, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
 
 
-def is_exaone(folder: Path) -> bool:
-    return bool(json.loads((folder / "config.json").read_text())["model_type"] == "exaone")
+def as_granite(folder: Path) -> None:
+    """MiniCPM has the tensors of Granite."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "embedding_multiplier": config["scale_emb"],
+        "residual_multiplier": config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
+        "attention_multiplier": (config["hidden_size"] // config["num_attention_heads"]) ** -0.5,
+        "logits_scaling": config["hidden_size"] / config["dim_model_base"],
+    }
+    path.write_text(json.dumps(config))
+
+
+def as_known(folder: Path) -> None:
+    """Change a folder of a family with code of its own into one of a class of transformers."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    if kind == "exaone":
+        as_llama(folder)
+    elif kind == "minicpm":
+        as_granite(folder)
 
 
 def _renamed(folder: Path, tensors: dict[str, str], fields: dict[str, str], changed: dict[str, object]) -> None:
