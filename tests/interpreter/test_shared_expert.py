@@ -37,8 +37,8 @@ from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.experts import tile_rows
+from bifolio.model.feed_forward import feed_forward
 from bifolio.model.huggingface.hf_loader import load_folder
-from bifolio.model.transformer import feed_forward
 from bifolio.model.weights import prepare, prepare_layer
 from helpers import random_prompt, tiny_model, transformers_logits
 

@@ -14,8 +14,8 @@ from bifolio.config.layers import MoeConfig
 from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm, Router
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.model.feed_forward import feed_forward
 from bifolio.model.tensor_names import HF_LLAMA, assemble
-from bifolio.model.transformer import feed_forward
 from bifolio.model.weights import LayerWeights, prepare_layer
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor

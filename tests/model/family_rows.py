@@ -16,6 +16,8 @@ from expert_rows import EXPERT_ROWS
 from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
 from later_rows import LATER_ROWS
+from latest_rows import LATEST_ROWS, SAVED
+from renamed_folders import as_exaone
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
 
@@ -275,14 +277,12 @@ ROWS: dict[str, Row] = {
         peer={"sliding_window": None},
     ),
 }  # fmt: skip
-ROWS |= {
-    name: Row(config, tiny, real, peer=peer)
-    for name, (config, tiny, real, peer) in {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS}.items()
-}
+ADDED = {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS, **LATEST_ROWS}
+ROWS |= {name: Row(config, tiny, real, SAVED.get(name, {}), peer) for name, (config, tiny, real, peer) in ADDED.items()}
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
-OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *LATER_ROWS}
+OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *LATER_ROWS, *LATEST_ROWS}
 
 
 UNREAD = {"opt": 2 * 64}  # parameters of a row that the network does not read
@@ -324,3 +324,5 @@ def save_row(name: str, model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | ROWS[name].saved))
+    if name == "exaone":  # transformers has no class for it
+        as_exaone(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from family_rows import ROWS, UNREAD, row_folder, row_model, save_row
+from renamed_folders import as_known
 from whole_prompt import greedy_tokens, prompt_logits
 
 from bifolio.api.llm import LLM
@@ -127,6 +128,7 @@ def reloaded_logits(folder: Path, prompt: list[int]) -> np.ndarray:
     """By transformers, which reads a folder that we wrote."""
     import transformers
 
+    as_known(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     return transformers_logits(model, prompt)
 

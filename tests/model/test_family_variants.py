@@ -69,6 +69,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
+    ("zamba2", {"layers_block_type": ["other"] * 81}, "'other'"),
+    ("minicpm", {"num_experts": 8}, "experts"),
+    ("minicpm", {"sparse_config": {"kernel_size": 32}}, "sparse"),
+    ("youtu", {"attention_bias": True}, "biases in attention"),
+    ("youtu", {"rope_interleave": False}, "rope_interleave"),
+    ("zamba2", {"use_long_context": True}, "use_long_context"),
+    ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings"),
 ]
 
 
@@ -112,8 +119,9 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["arcee", "cohere", "ernie4_5moe", "falcon", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe",
-     "mimo_v2_flash", "minimax", "nemotron", "olmo", "phi", "qwen2moe", "recurrent_gemma"],
+    ["arcee", "cohere", "ernie4_5moe", "falcon", "flex_olmo", "gemma", "glm", "glm4", "gptneox", "granite_swa",
+     "granitemoe", "granitemoe_swa", "hunyuan_moe", "jais2", "mimo_v2_flash", "minimax", "nanochat",
+     "nemotron", "olmo", "phi", "qwen2moe", "recurrent_gemma", "solar_open", "vaultgemma", "youtu"],
 )  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
@@ -162,6 +170,21 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("recurrent_gemma", {"hidden_activation": "gelu"}, "activation = 'gelu'"),
     ("qwen2moe", {"qkv_bias": False, "use_sliding_window": False, "layer_types": None, "mlp_only_layers": [0]}, ""),
     ("qwen2moe", {"norm_topk_prob": True}, "add up to 1"),
+    ("cwm", {"layer_types": None, "mlp_bias": True}, ""),
+    ("exaone", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ""),
+    ("flex_olmo", {"norm_topk_prob": True, "attention_bias": True}, ""),
+    ("granite_swa", {"layer_rope_theta": None, "attention_bias": True, "mlp_bias": True}, ""),
+    ("granitemoe_swa", {"layer_rope_theta": [1e4, 1e4, 500.0, 0]}, "several bases"),
+    ("granitemoe_swa", {"shared_intermediate_size": 0}, ""),
+    ("helium", {"attention_bias": True}, ""),
+    ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}, ""),
+    ("nanochat", {"final_logit_softcapping": None, "tie_word_embeddings": True}, ""),
+    ("solar_open", {"attention_bias": True, "norm_topk_prob": False, "n_group": 2, "topk_group": 1}, ""),
+    ("vaultgemma", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None}, ""),
+    ("youtu", {"q_lora_rank": None, "tie_word_embeddings": False}, ""),
+    ("zamba2", {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False,
+                "add_bias_linear": True}, ""),
+    ("zamba2", {"hidden_act": "silu"}, "activation = 'silu'"),
 ]  # fmt: skip
 
 

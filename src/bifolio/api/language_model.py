@@ -90,6 +90,11 @@ class LanguageModel(nn.Module):
                 f"LanguageModel holds networks of one residual stream without normed values, factors and inputs of "
                 f"layers, which {config.architecture} has: use bifolio.LLM"
             )
+        if config.shared_blocks is not None:
+            raise ConfigError(
+                f"LanguageModel holds networks whose layers share no blocks, which those of {config.architecture} do: "
+                "use bifolio.LLM"
+            )
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as read, so that unknown fields are kept when saving
         self.generation_config: dict[str, Any] = {}

@@ -299,6 +299,8 @@ def stream_lines(config: ModelConfig) -> list[str]:
         lines.append(f"an input of {config.layer_inputs.size} for each token and layer")
     if config.streams is not None:
         lines.append(f"{config.streams.count} parallel residual streams")
+    if config.shared_blocks is not None:
+        lines.append(f"{config.shared_blocks.count} blocks of attention and an MLP that layers share")
     return lines
 
 

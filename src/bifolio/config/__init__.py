@@ -14,6 +14,7 @@ from bifolio.config.engine import SpeculativeConfig as SpeculativeConfig
 from bifolio.config.layers import LayerConfig as LayerConfig
 from bifolio.config.layers import LayerInputConfig as LayerInputConfig
 from bifolio.config.layers import MoeConfig as MoeConfig
+from bifolio.config.layers import SharedBlockConfig as SharedBlockConfig
 from bifolio.config.layers import StreamConfig as StreamConfig
 from bifolio.config.layers import layers_of as layers_of
 from bifolio.config.model import MODEL_LIMITS as MODEL_LIMITS

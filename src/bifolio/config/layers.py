@@ -17,6 +17,7 @@ EXPERT_LIMITS = {
     "group_best": 1 << 8,
 }
 MOST_STREAMS = 64
+MOST_BLOCKS = 1 << 8
 MOST_COLUMNS = 1 << 18
 
 
@@ -134,3 +135,24 @@ class StreamConfig:
             raise ConfigError(f"the active stream is {self.active} and must be one of {self.count}")
         if not 0 < self.low_rank <= MOST_COLUMNS:
             raise ConfigError(f"the rank of the added residual must be between 1 and {MOST_COLUMNS}")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlockConfig:
+    """Blocks of attention and an MLP whose weights the layers with attention share, in turn (Zamba2).
+
+    y = output(mlp(norm(attention(norm(|x|e|)))))     e: the embeddings of the tokens, of the size of x
+    x <- x + recurrence(norm(x + y))
+
+    Each use of a block has its own output matrix, and products of low rank that are added to those of the MLP.
+    """
+
+    count: int
+    rank: int  # of the added products
+    adapts_attention: bool = False  # products are added to queries, keys and values, too
+
+    def __post_init__(self) -> None:
+        if not 0 < self.count <= MOST_BLOCKS:
+            raise ConfigError(f"a network shares between 1 and {MOST_BLOCKS} blocks, not {self.count}")
+        if not 0 < self.rank <= MOST_COLUMNS:
+            raise ConfigError(f"the rank of added products must be between 1 and {MOST_COLUMNS}, not {self.rank}")

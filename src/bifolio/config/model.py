@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from bifolio.config.layers import LayerConfig, LayerInputConfig, MoeConfig, StreamConfig
+from bifolio.config.layers import LayerConfig, LayerInputConfig, MoeConfig, SharedBlockConfig, StreamConfig
 from bifolio.config.parameters import count_parameters
 from bifolio.config.recurrent import RecurrentConfig
 from bifolio.errors import ConfigError
@@ -165,6 +165,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     layer_inputs: LayerInputConfig | None = None  # a second embedding of each token, with a part for each layer
     streams: StreamConfig | None = None  # parallel residual streams
+    shared_blocks: SharedBlockConfig | None = None  # attention and MLPs that layers share
     weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     gate_by_head: bool = False  # one gate for each head, without a bias, instead of one for each value (LFM3)
@@ -214,6 +215,7 @@ class ModelConfig:
             raise ConfigError("a model without learned positions needs a rope configuration")
         self._check_layers()
         self._check_encoder()
+        self._check_blocks()
         if self.value_size and not 0 < self.value_size <= self.head_dim:
             raise ConfigError(f"values of {self.value_size} do not fit into heads of {self.head_dim}")
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
@@ -270,10 +272,32 @@ class ModelConfig:
         if self.bidirectional and (self.recurrent is not None or self.mla is not None or differ):
             raise ConfigError("an encoder has attention with equal heads in all layers, and no recurrent layers")
 
+    def _check_blocks(self) -> None:
+        """Check that layers with shared blocks have equal attention in front of a recurrence."""
+        if self.shared_blocks is None:
+            return
+        users = {layer for layer in self.layers if layer.attention or layer.mlp}
+        if len(users) != 1 or not all(layer.attention and layer.mlp and layer.recurrent for layer in users):
+            raise ConfigError("layers that share blocks of attention and an MLP are recurrent, and otherwise equal")
+        if self.moe is not None or self.mla is not None or self.attention_gate or self.residual_scale != 1.0:
+            raise ConfigError("shared blocks have plain attention and a plain MLP")
+
     @property
     def scale(self) -> float:
         """The factor of the dot product of a query and a key."""
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def attention_inputs(self) -> int:
+        """Inputs of the projections of queries, keys and values."""
+        return self.hidden_size * (1 if self.shared_blocks is None else 2)
+
+    def block_source(self, layer: int) -> int:
+        """The layer whose attention and MLP this layer uses: itself, or the first one with the same shared block."""
+        if self.shared_blocks is None or not self.layers[layer].attention:
+            return layer
+        users = self.attention_layers
+        return users[users.index(layer) % self.shared_blocks.count]
 
     @property
     def query_size(self) -> int:

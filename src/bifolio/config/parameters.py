@@ -32,7 +32,7 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
             total += _mlp(config, layer) if config.moe.beside_mlp else 0
         else:
             total += _mlp(config, layer)
-    return total + _layer_inputs(config) + _streams(config)
+    return total + _layer_inputs(config) + _streams(config) + _shared_blocks(config)
 
 
 def _attention(config: ModelConfig, layer: int) -> int:
@@ -75,6 +75,20 @@ def _experts(config: ModelConfig, moe: MoeConfig, num_experts: int) -> int:
     expert = matrices * d * width + ((matrices - 1) * width + d) * moe.expert_bias
     norms = 4 * d + moe.num_experts if moe.beside_mlp else 0
     return router + num_experts * expert + matrices * d * moe.shared_size + d * moe.shared_gate + norms
+
+
+def _shared_blocks(config: ModelConfig) -> int:
+    """The parameters of each use of a block, without those of blocks that are counted for each use."""
+    own, d, users = config.shared_blocks, config.hidden_size, config.attention_layers
+    if own is None:
+        return 0
+    inputs, up = config.attention_inputs, config.intermediate_size * (2 if config.gated_mlp else 1)
+    heads = config.query_size + 2 * config.kv_size
+    use = d * d + own.rank * (d + up + (3 * inputs + heads) * own.adapts_attention)
+    block = (inputs - d) * heads + inputs  # of queries, keys and values, and the norm in front of them
+    again = _attention(config, users[0]) + _mlp(config, users[0]) + d  # with the norm of the MLP
+    count = min(own.count, len(users))
+    return len(users) * use + count * block - (len(users) - count) * again
 
 
 def _layer_inputs(config: ModelConfig) -> int:

@@ -120,6 +120,7 @@ def products_of(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:
             found += [layer.inputs.gate, layer.inputs.projection]
         if layer.streams is not None:
             found += layer.streams.linears()
+        found += [] if layer.shared is None else layer.shared.linears
         yield from ((linear, "projections") for linear in found if linear is not None and linear.parts)
         found = [layer.up, layer.down]
         if layer.moe is not None:

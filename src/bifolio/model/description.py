@@ -25,6 +25,7 @@ PART_NAMES = {
     "recurrent": "recurrent layers",
     "layer_inputs": "inputs of layers",
     "streams": "parallel streams",
+    "shared_blocks": "shared blocks",
 }
 
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm, Rotation, Storage
-from bifolio.model.transformer import PagedAttentionLayer, feed_forward, joined
+from bifolio.model.feed_forward import feed_forward, joined
+from bifolio.model.transformer import PagedAttentionLayer
 from bifolio.model.weights import LayerWeights, ModelWeights, prepare_layer
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor

@@ -18,6 +18,7 @@ from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.rwkv_tensors import rwkv_matrices, rwkv_states
 from bifolio.model.selective_tensors import selective_parts
+from bifolio.model.shared_tensors import shared_parts
 from bifolio.model.stream_tensors import (
     Part,
     gated_input_parts,
@@ -27,7 +28,7 @@ from bifolio.model.stream_tensors import (
 )
 from bifolio.model.tensor_names import TensorNames, final_norm_name
 from bifolio.model.unit_tensors import unit_parts
-from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
+from bifolio.model.weights import NO_LINEAR, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
 
@@ -127,7 +128,12 @@ def _network(weights: ModelWeights, names: TensorNames, interleaved: bool) -> It
     if weights.streams is not None and names.streams is not None:
         yield from _parts(stream_parts(names.streams, weights.streams), "state")
     for index, layer in enumerate(weights.layers):
-        yield from _layer(weights.config, names, names.layer.format(index), layer, interleaved)
+        prefix, home = (names.layer.format(place) for place in (index, weights.config.block_source(index)))
+        if layer.shared is not None and names.shared is not None:
+            yield from _parts(shared_parts(weights.config, names.shared, index, prefix, home, layer.shared))
+        yield from _layer(
+            weights.config, names, prefix, layer if home == prefix else _without_block(layer), interleaved
+        )
     yield from norm_tensors(final_norm_name(weights.config, names), _final_norm(weights))
     if not weights.config.language_head:
         return
@@ -135,6 +141,10 @@ def _network(weights: ModelWeights, names: TensorNames, interleaved: bool) -> It
         yield NamedTensor(names.head + ".weight", _quantized(weights.head.parts[0]), "head")
     if weights.head.biases[0] is not None:
         yield NamedTensor(names.head + ".bias", _quantized(weights.head.biases[0]), "bias")
+
+
+def _without_block(layer: LayerWeights) -> LayerWeights:
+    return replace(layer, qkv=NO_LINEAR, output=NO_LINEAR, mlp_norm=None, up=NO_LINEAR, down=NO_LINEAR)
 
 
 def _layer(

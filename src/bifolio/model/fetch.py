@@ -20,3 +20,15 @@ def stacked_matrices(name: str, count: int, shape: tuple[int, int], fetch: Fetch
     if not isinstance(stack, QuantizedTensor):
         return list(stack)
     return [stack.select_rows(slice(number * shape[0], (number + 1) * shape[0])) for number in range(count)]
+
+
+def fetched_once(fetch: Fetch) -> Fetch:
+    """`fetch` that gives the same matrix for the same name."""
+    known: dict[str, Tensor] = {}
+
+    def found(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in known:
+            known[name] = fetch(name, shape)
+        return known[name]
+
+    return found

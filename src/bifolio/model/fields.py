@@ -23,9 +23,10 @@ from bifolio.config import (
     ModelConfig,
     MoeConfig,
     RecurrentConfig,
+    SharedBlockConfig,
     StreamConfig,
 )
-from bifolio.config.layers import EXPERT_LIMITS, MOST_COLUMNS, MOST_STREAMS, USUAL
+from bifolio.config.layers import EXPERT_LIMITS, MOST_BLOCKS, MOST_COLUMNS, MOST_STREAMS, USUAL
 from bifolio.config.recurrent import RECURRENT_LIMITS
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ PARTS: dict[str, Any] = {
     "recurrent": RecurrentConfig,
     "layer_inputs": LayerInputConfig,
     "streams": StreamConfig,
+    "shared_blocks": SharedBlockConfig,
 }
 FIRST = {part: f"{part}.{fields(owner)[0].name}" for part, owner in PARTS.items()}
 _SET_BY_FAMILY = {"architecture", "rope_interleaved", "norm_offset", "recurrent.tiled", "layers", *PARTS}
@@ -49,7 +51,8 @@ LIMITS |= {f"moe.{name}": (1, most) for name, most in EXPERT_LIMITS.items()}
 LIMITS |= {f"recurrent.{name}": (1, most) for name, most in RECURRENT_LIMITS.items()} | {
     "recurrent.width": (2, RECURRENT_LIMITS["width"])
 }
-LIMITS |= dict.fromkeys(("streams.low_rank", "layer_inputs.size"), (1, MOST_COLUMNS))
+LIMITS |= dict.fromkeys(("streams.low_rank", "layer_inputs.size", "shared_blocks.rank"), (1, MOST_COLUMNS))
+LIMITS["shared_blocks.count"] = 1, MOST_BLOCKS
 LIMITS["streams.count"] = 2, MOST_STREAMS
 POSITIVE = {"embedding_scale", "residual_scale", "logit_scale"}  # other numbers may be 0
 

@@ -13,12 +13,13 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, Linear, Norm, Router
 from bifolio.model.distance_bias import distance_bias
-from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
+from bifolio.model.fetch import Fetch, FetchVector, fetched_once, stacked_matrices
 from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
 from bifolio.model.latent_tensors import assemble_latent
 from bifolio.model.norm_tensors import stored_norm
 from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
 from bifolio.model.rwkv_tensors import assemble_mlp_shift
+from bifolio.model.shared_tensors import SharedNames, assemble_shared_use
 from bifolio.model.stream_tensors import (
     LayerInputNames,
     StreamNames,
@@ -80,6 +81,7 @@ class TensorNames:
     layer_scale: str = ""  # with its suffix
     layer_inputs: LayerInputNames | None = None
     streams: StreamNames | None = None
+    shared: SharedNames | None = None
     router_scale: str = ""  # with its suffix, as the next
     expert_scales: str = ""
     expert_norm: str = ""
@@ -148,6 +150,7 @@ GGUF_LLAMA = TensorNames(
 def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: FetchVector) -> ModelWeights:
     """Build the weights; `fetch` and `vector` supply every tensor by name and shape."""
     d = config.hidden_size
+    fetch = fetch if config.shared_blocks is None else fetched_once(fetch)
     embedding = fetch(names.embedding + ".weight", (config.vocab_size, d))
     embedding_norm = stored_norm(config, names.embedding_norm, d, vector) if config.embedding_norm else None
     ropes = [inverse_frequencies(rope) for rope in config.ropes]
@@ -228,15 +231,15 @@ def _layer(
     bias: Array | None = None,  # of attention, by distance
 ) -> LayerWeights:
     prefix = names.layer.format(index)
+    home = names.layer.format(config.block_source(index))  # where attention and MLP are stored
     d, own = config.hidden_size, names.recurrent
 
     def linear(parts: tuple[str, ...], sizes: tuple[int, ...], inputs: int, bias: bool) -> Linear:
         sizes = sizes if len(parts) > 1 else (sum(sizes),)
         return Linear(
-            tuple(fetch(f"{prefix}{part}.weight", (size, inputs)) for part, size in zip(parts, sizes, strict=True)),
+            tuple(fetch(f"{home}{part}.weight", (size, inputs)) for part, size in zip(parts, sizes, strict=True)),
             tuple(
-                vector(f"{prefix}{part}.bias", (size,)) if bias else None
-                for part, size in zip(parts, sizes, strict=True)
+                vector(f"{home}{part}.bias", (size,)) if bias else None for part, size in zip(parts, sizes, strict=True)
             ),
         )
 
@@ -249,7 +252,8 @@ def _layer(
     def residual_norm(name: str, wanted: bool) -> Norm | None:
         if not (config.pre_norms or config.residual_norms) or not wanted:
             return None
-        return _on_residual(config, stored_norm(config, prefix + name, d, vector))
+        prefixed = (prefix if name == names.attention_norm else home) + name
+        return _on_residual(config, stored_norm(config, prefixed, d, vector))
 
     def head_norm(name: str, heads: int, wanted: bool) -> Norm | None:
         if config.qk_norm_rotated:
@@ -298,12 +302,13 @@ def _layer(
         inputs=assemble_gated_inputs(config, names.layer_inputs, index, prefix, fetch, vector),
         streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
         mlp_shift=None if own is None else assemble_mlp_shift(config, own.rwkv, index, prefix, vector),
+        shared=assemble_shared_use(config, names.shared, index, prefix, home, fetch, vector),
     )
 
 
 def _qkv(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[..., Linear]) -> Linear:
     """The projections of queries, keys and values; keys that are values, too, are projected twice."""
-    dim, d = config.head_size(layer), config.hidden_size
+    dim, d = config.head_size(layer), config.attention_inputs
     query_size, kv_size = config.num_heads * dim, config.kv_heads(layer) * dim
     if config.kv_source(layer) != layer:
         return linear(names.qkv[:1], (query_size,), d, config.qkv_bias)

@@ -6,26 +6,27 @@ Training and serving run this function on the CPU and on a GPU; families differ 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Rotation, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.channel_scans import gated_units, selective_scan
+from bifolio.model.feed_forward import exchanged, feed_forward, joined, mlp, product
 from bifolio.model.image_rows import given_rows
 from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import IndexWeights, LatentWeights
 from bifolio.model.layer_inputs import gated_inputs, given_columns, layer_inputs, token_inputs
 from bifolio.model.rwkv_mixing import Columns, mixed_inputs, mixed_tokens
+from bifolio.model.shared_weights import SharedUse, with_low_rank
 from bifolio.model.streams import corrected_streams, merged_streams, predicted_streams, spread_streams, stream
 from bifolio.model.weights import (
     HeadNorms,
     LayerWeights,
     ModelWeights,
-    MoeWeights,
     RecurrentWeights,
 )
-from bifolio.model.xielu import xielu_coefficients
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,12 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     if config.residual_norms:
         return residual_normed_layers(weights, x, batch, kernels, storage, rotations)
     _tap(weights, 0, x, batch, kernels)
+    embeddings = x
     for number, layer in enumerate(weights.layers, start=1):
+        if layer.shared is not None:
+            x = layer_with_block(config, layer, layer.shared, x, embeddings, batch, kernels, storage, rotations)
+            _tap(weights, number, x, batch, kernels)
+            continue
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
         mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, carried)
         if mixed is not None and config.kept_norms:
@@ -134,6 +140,29 @@ def residual_normed_layers(
             return kernels.add(x, delta)
         _, x = kernels.add_norm(x, delta, layer.mlp_norm)
     return x
+
+
+def layer_with_block(
+    config: ModelConfig,
+    layer: LayerWeights,
+    own: SharedUse,
+    x: Array,
+    embeddings: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotations: tuple[Rotation, ...],
+) -> Array:
+    """A recurrent layer whose input alone has the output of a shared block, which reads the embeddings, too."""
+    if layer.mlp_norm is None or layer.attention_norm is None or layer.recurrent is None:
+        raise UnsupportedModelError("a layer with a shared block has norms and a recurrence")
+    d = config.hidden_size
+    both = kernels.norm(kernels.join_columns([(x, 0, d), (embeddings, 0, d)]), own.norm)
+    mixed = kernels.norm(PagedAttentionLayer(layer)(both, batch, kernels, storage, rotations), layer.mlp_norm)
+    delta = mlp(layer, mixed, config.activation, config.gated_mlp, batch, kernels)
+    entering = kernels.add(x, kernels.linear(delta, own.output))
+    normed = kernels.norm(entering, layer.attention_norm)
+    return kernels.add(x, recurrence(layer.recurrent, normed, batch, kernels, storage, Carried()))
 
 
 def stream_layer(
@@ -254,6 +283,8 @@ class PagedAttentionLayer:
         latent = layer.latent
         if latent is None:
             qkv = product(x, layer.qkv, batch, kernels)
+            if layer.shared is not None and layer.shared.qkv is not None:
+                qkv = with_low_rank(qkv, x, layer.shared.qkv, kernels)
         else:
             compressed = compressed_queries(latent, x, batch, kernels)
             qkv = latent_qkv(latent, x, compressed, batch, kernels)
@@ -323,79 +354,6 @@ def chosen_positions(
     rows = kernels.join_columns([(query, 0, width), (key, 0, size), (key, 0, size)])  # the key is its own value
     heads = kernels.rope_and_write(rows, index.shape, rotation, batch, storage)
     return kernels.choose(heads, kernels.linear(x, index.weights), index.shape, batch.segments, storage)
-
-
-def feed_forward(
-    layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batch, kernels: KernelSet, residual: Array
-) -> Array:
-    """The part of a layer behind attention: a plain MLP, or a mixture of experts. x: the norm of the residual."""
-    if layer.moe is None:
-        out = mlp(layer, x, activation, gated, batch, kernels)
-    else:
-        out = mixture(layer, layer.moe, x, activation, gated, batch, kernels, residual)
-    return out if layer.post_mlp_norm is None else kernels.norm(out, layer.post_mlp_norm)
-
-
-def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batch, kernels: KernelSet) -> Array:
-    up = product(x, layer.up, batch, kernels)
-    if layer.xielu is not None:
-        return joined(kernels.xielu(up, xielu_coefficients(layer.xielu)), layer.down, batch, kernels)
-    mixed = kernels.act_mul(up, activation, layer.cutoff) if gated else kernels.act(up, activation)
-    mixed = mixed if layer.mlp_sub_norm is None else kernels.norm(mixed, layer.mlp_sub_norm)
-    return joined(mixed, layer.down, batch, kernels)
-
-
-def mixture(
-    layer: LayerWeights,
-    moe: MoeWeights,
-    x: Array,
-    activation: str,
-    gated: bool,
-    batch: Batch,
-    kernels: KernelSet,
-    residual: Array,
-) -> Array:
-    """The experts that each token chooses, and the shared MLP if there is one."""
-    routed = x if moe.router_norm is None else kernels.norm(residual, moe.router_norm)
-    logits = product(routed, moe.router, batch, kernels)
-    routing = kernels.route(logits, moe.choice)
-    inputs = x if moe.input_norm is None else kernels.norm(residual, moe.input_norm)
-    if moe.scales_inputs:
-        inputs = kernels.weigh(inputs, routing)
-        routing = kernels.route(logits, replace(moe.choice, renormalise=True))  # weights of 1
-    adapters = None if moe.experts.site == NO_SITE else batch.adapters
-    mixed = exchanged(kernels.mix_experts(inputs, routing, moe.experts, adapters), moe.shards, kernels)
-    mixed = mixed if moe.output_norm is None else kernels.norm(mixed, moe.output_norm)
-    if not layer.up.parts:
-        return mixed
-    shared = mlp(layer, x, activation, gated, batch, kernels)
-    shared = shared if moe.mlp_output_norm is None else kernels.norm(shared, moe.mlp_output_norm)
-    if moe.shared_gate is not None:
-        shared = kernels.gate(shared, product(x, moe.shared_gate, batch, kernels))
-    return kernels.add(mixed, shared)
-
-
-def product(x: Array, linear: Linear, batch: Batch, kernels: KernelSet) -> Array:
-    """A product, changed by the adapters of the batch."""
-    y = kernels.linear(x, linear)
-    if batch.adapters is None or linear.site == NO_SITE:
-        return y
-    return kernels.adapt(y, x, linear.site, batch.adapters)
-
-
-def joined(x: Array, linear: Linear, batch: Batch, kernels: KernelSet) -> Array:
-    """A product whose input is spread over the ranks of tensor parallelism; its result is whole on every rank."""
-    shards = linear.shards
-    if shards is not None and shards.inputs:
-        x = kernels.all_gather(x, shards.inputs)
-    return exchanged(product(x, linear, batch, kernels), shards, kernels)
-
-
-def exchanged(x: Array, shards: Shards | None, kernels: KernelSet) -> Array:
-    """The results of all ranks, side by side or added."""
-    if shards is None:
-        return x
-    return kernels.all_gather(x, shards.outputs) if shards.outputs else kernels.all_reduce(x)
 
 
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:

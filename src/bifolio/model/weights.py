@@ -33,6 +33,7 @@ from bifolio.model.latent_weights import LatentWeights
 from bifolio.model.pooler_weights import PoolerWeights
 from bifolio.model.rope_frequencies import alibi_slopes, inverse_frequencies
 from bifolio.model.rwkv_weights import RwkvWeights
+from bifolio.model.shared_weights import Prepare, SharedUse, prepared_once
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.model.unit_tensors import UnitWeights
 from bifolio.quant.formats import QuantFormat
@@ -161,6 +162,7 @@ class LayerWeights:
     attention_sub_norm: Norm | None = None  # of the output of attention, before its last projection
     mlp_sub_norm: Norm | None = None  # of the product of gate and up
     mlp_shift: Recurrence | None = None  # a mix of each token with the one before it, in front of the MLP
+    shared: SharedUse | None = None  # attention and MLP are a shared block in front of the recurrence
 
     @property
     def has_attention(self) -> bool:
@@ -216,6 +218,7 @@ class ModelWeights:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
             found += [] if layer.inputs is None else layer.inputs.matrices()
             found += [] if layer.streams is None else layer.streams.matrices()
+            found += [] if layer.shared is None else layer.shared.matrices()
         for part in (self.layer_inputs, self.streams, self.pooler):
             found += [] if part is None else part.matrices()
         found += [] if self.type_embedding is None else [self.type_embedding]
@@ -290,9 +293,11 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
     if weights.prepared_for is kernels:
         return weights
 
+    shared = prepared_once(kernels) if weights.config.shared_blocks is not None else None
+
     def prepared(number: int, layer: LayerWeights) -> LayerWeights:
         on_load(number, len(weights.layers))
-        return prepare_layer(layer, kernels)
+        return prepare_layer(layer, kernels, shared)
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
     on_load(len(layers), len(layers))
@@ -314,11 +319,15 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
     )
 
 
-def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
+def prepare_layer(layer: LayerWeights, kernels: KernelSet, shared: Prepare | None = None) -> LayerWeights:
+    """One layer; `shared` prepares the matrices of attention and MLP that several layers share."""
+
     def norm(value: Norm | None) -> Norm | None:
         return None if value is None else kernels.prepare_norm(value)
 
     def linear(value: Linear) -> Linear:
+        if shared is not None:
+            return shared(value)
         return kernels.prepare_linear(value) if value.parts else value
 
     layer = with_shared_expert(layer, kernels)
@@ -355,6 +364,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
         streams=None if layer.streams is None else layer.streams.prepared(kernels),
         mlp_shift=None if layer.mlp_shift is None else kernels.prepare_recurrence(layer.mlp_shift),
+        shared=None if layer.shared is None else layer.shared.prepared(kernels),
     )
 
 

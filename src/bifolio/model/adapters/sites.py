@@ -35,10 +35,13 @@ def place_of(site: int) -> tuple[int, str]:
 
 
 def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: ChangeExperts) -> LayerWeights:
-    """The layer with every product that adapters can change replaced."""
+    """The layer with every product that adapters can change replaced: not those of blocks that layers share."""
 
     def own(role: str, linear: Linear) -> Linear:
         return change(role, linear) if linear.parts else linear
+
+    def unshared(role: str, linear: Linear) -> Linear:
+        return own(role, linear) if layer.shared is None else linear
 
     def optional(role: str, linear: Linear | None) -> Linear | None:
         return None if linear is None else own(role, linear)
@@ -55,10 +58,10 @@ def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: 
         latent = replace(latent, query_down=down, query=own("query", latent.query), latent=own("latent", latent.latent))
     return replace(
         layer,
-        qkv=own("qkv", layer.qkv),
-        output=own("output", layer.output),
-        up=own("up", layer.up),
-        down=own("down", layer.down),
+        qkv=unshared("qkv", layer.qkv),
+        output=unshared("output", layer.output),
+        up=unshared("up", layer.up),
+        down=unshared("down", layer.down),
         gate=optional("gate", layer.gate),
         recurrent=recurrent,
         moe=moe,

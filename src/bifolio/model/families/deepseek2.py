@@ -178,7 +178,11 @@ def scoring_from_gguf(values: Reading) -> str:
 
 CHOICE = (
     *EXPERTS,
-    Field("moe.num_experts", hf=("n_routed_experts", "num_experts", "num_local_experts")),
+    Field(
+        "moe.num_experts",
+        hf=("n_routed_experts", "num_experts", "num_local_experts"),
+        gguf=Key("expert_count", default=0),  # Youtu-LLM has none
+    ),
     Field(
         "moe.selection_bias",
         hf=Form(lambda v: method(v) == BIASED, write_method),
@@ -254,6 +258,7 @@ FAMILY = Family(
     hf_interleaved=True,
     folder_source=SplitByHead,
     folder_tensors=joined_by_head,
+    folder_family=lambda config: "youtu" if config.moe is None else config.architecture,
     gguf_architectures=("deepseek2",),
     gguf_refused=REFUSED,
     gguf_interleaved=True,

@@ -26,30 +26,34 @@ def windows_from_gguf(values: Reading) -> Any:
     return GGUF_WINDOWS.read(values) or tuple(None if layer % 2 else WINDOW for layer in values.layers)
 
 
+FIELDS = (
+    ACTIVATION,
+    EMBEDDING_SCALE,
+    scores(
+        Form(
+            lambda v: v.header.number(".attention.scale", 0.0) or gguf_scale(v),
+            lambda v: scale_entry(v, gguf_scale(v)),
+        )
+    ),
+    Field("layers.window", hf=BY_TYPE, gguf=Form(windows_from_gguf, GGUF_WINDOWS.write)),
+    Field("attention_softcap", gguf=Key("attn_logit_softcapping", default=50.0, optional=False)),
+    Field("logit_softcap", gguf=Key("final_logit_softcapping", default=30.0, optional=False)),
+)
+DEFAULTS = {"hidden_activation": TANH, "query_pre_attn_scalar": 256, "sliding_window": WINDOW,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}  # fmt: skip
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
 FAMILY = Family(
     name="gemma2",
     network={"post_norms": True},
-    fields=(
-        ACTIVATION,
-        EMBEDDING_SCALE,
-        scores(
-            Form(
-                lambda v: v.header.number(".attention.scale", 0.0) or gguf_scale(v),
-                lambda v: scale_entry(v, gguf_scale(v)),
-            )
-        ),
-        Field("layers.window", hf=BY_TYPE, gguf=Form(windows_from_gguf, GGUF_WINDOWS.write)),
-        Field("attention_softcap", gguf=Key("attn_logit_softcapping", default=50.0, optional=False)),
-        Field("logit_softcap", gguf=Key("final_logit_softcapping", default=30.0, optional=False)),
-    ),
+    fields=FIELDS,
     window_period=2,
     hf_types=("gemma2",),
     hf_class="Gemma2ForCausalLM",
-    hf_defaults={"hidden_activation": TANH, "query_pre_attn_scalar": 256, "sliding_window": WINDOW,
-                 "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
-    hf_always=("attn_logit_softcapping", "final_logit_softcapping"),
+    hf_defaults=DEFAULTS,
+    hf_always=CAPS,
     hf_names=HF_NAMES,
     norm_offset=NORM_OFFSET,
     gguf_architectures=("gemma2",),
     gguf_implied={"activation": "gelu_tanh"},
-)  # fmt: skip
+)
