@@ -13,7 +13,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Adapter, ExpertLowRank, Experts, Linear, LowRank
-from bifolio.model.adapters.delta import Changes, Delta, check_delta, in_parallel, scaled
+from bifolio.model.adapters.delta import Changes, Delta, check_delta, in_parallel, plain_name, scaled
 from bifolio.model.adapters.ends import Ends, SavedEnds, saved_ends
 from bifolio.model.adapters.gguf_adapter import read_gguf_adapter
 from bifolio.model.adapters.layout import Side, TracedTensor, traced_layers
@@ -26,6 +26,7 @@ from bifolio.model.pooler_weights import PoolerWeights
 
 MAX_LORA_RANK = 256  # default
 DIGEST_BYTES = 16
+READS_IMAGES = re.compile(r"(^|\.)(vision\w*|visual|embed_vision|connector|multi_modal_projector)(\.|$)")
 _OF_EXPERT = re.compile(r"\.\d+\.")
 
 
@@ -125,9 +126,15 @@ def place(
         for each in _resolved(delta, names, _beginnings(config, side)):
             whole = names.get(each.name)
             if whole is None:
+                own = each.name.removesuffix(".weight")
+                if READS_IMAGES.search(own):
+                    raise UnsupportedModelError(
+                        f"{path}: {own!r} belongs to the tower that reads images, which adapters do not change: train "
+                        "one with target_modules of the language model alone, or merge it"
+                    )
                 raise UnsupportedModelError(
-                    f"{path}: {each.name.removesuffix('.weight')!r} cannot be changed in this {family.name} model: use "
-                    "the adapter's own base, or merge it"
+                    f"{path}: {own!r} cannot be changed in this {family.name} model: use the adapter's own base, or "
+                    "merge it"
                 )
             placed.add(each if side == "gguf" else _with_factors(each, config), whole)
     products: dict[int, tuple[LowRank, ...]] = {}
@@ -224,7 +231,7 @@ def _low_rank(delta: Delta, rows: np.ndarray, column: int) -> LowRank:
 
 def _resolved(delta: Delta, names: dict[str, TracedTensor], beginnings: tuple[str, ...]) -> list[Delta]:
     """The change under the name of its tensor; that of stacked experts as one of each expert."""
-    plain = delta.name.replace("language_model.", "", 1)
+    plain = plain_name(delta.name)
     for spelled in (delta.name, plain, *(start + plain for start in beginnings)):
         if spelled in names:
             return [replace(delta, name=spelled)]

@@ -24,6 +24,11 @@ def in_parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(pool.map(function, items))
 
 
+def plain_name(name: str) -> str:
+    """The name of a tensor without that of the language model, which models that read images put in front."""
+    return name.replace("language_model.", "", 1).replace("text_model.", "", 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """The change of one tensor: up @ down, with the scale of the adapter in `up`.

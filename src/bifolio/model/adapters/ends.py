@@ -15,7 +15,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Linear, LowRank
-from bifolio.model.adapters.delta import Changes
+from bifolio.model.adapters.delta import Changes, plain_name
 from bifolio.model.adapters.layout import Side, TracedTensor
 from bifolio.model.families import family_of
 from bifolio.model.pooler_weights import PoolerWeights
@@ -152,7 +152,7 @@ class _Found:
 
     def _spells(self, given: str, name: str) -> bool:
         """Whether a name of the file stands for one of the base."""
-        plain = given.replace("language_model.", "", 1)
+        plain = plain_name(given)
         return name in (given, plain, *(start + plain for start in self._beginnings))
 
     def take(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | None:
