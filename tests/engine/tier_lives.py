@@ -326,6 +326,11 @@ class Report:
             self.counts[f"{word} tokens"] += int(rest)
         self.counts[word] += 1
 
+    def fail(self, text: str) -> None:
+        """Note a failure, and say it at once: a run may take hours."""
+        self.failures.append(text)
+        print(text, file=sys.stderr, flush=True)
+
 
 def in_a_process(body: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
     """(Process, pipe with its lines): `body` in a fork of this process, which has no threads."""
@@ -399,12 +404,12 @@ def one_life(models: Models, folder: Path, seed: int, report: Report, *, damaged
     for last in lines_of(reader, seconds):
         report.heard(last)
     if last.startswith("failed"):
-        report.failures.append(f"seed {seed}: {json.loads(last[7:])}")
+        report.fail(f"seed {seed}: {json.loads(last[7:])}")
     elif last != "done":
         os.kill(process, signal.SIGKILL)
         report.killed += 1
         if seconds == LONGEST_SECONDS:
-            report.failures.append(f"seed {seed}: it did not end")
+            report.fail(f"seed {seed}: it did not end")
     os.close(reader)
     os.waitpid(process, 0)
     report.lives += 1
