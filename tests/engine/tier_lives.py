@@ -464,8 +464,6 @@ def main() -> None:
         print(json.dumps({**numbers, "seconds": round(time.monotonic() - started)}), flush=True)
 
     report = run_lives(models, arguments.lives, seed=arguments.seed, max_seconds=arguments.seconds, tell=tell)
-    for failure in report.failures:
-        print(failure, file=sys.stderr)
     sys.exit(bool(report.failures))
 
 
