@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,12 @@ def main() -> None:
     parser.add_argument("--cpu-seconds", action="store_true")
     args = parser.parse_args()
     clock, threads = (time.process_time, 1) if args.cpu_seconds else (time.perf_counter, args.threads)
-    options = {"max_model_len": 256, "threads": threads, "enable_prefix_caching": False, "device": "cpu"}
+    options: dict[str, Any] = {
+        "max_model_len": 256,
+        "threads": threads,
+        "enable_prefix_caching": False,
+        "device": "cpu",
+    }
     found: dict[str, list[float]] = {name: [] for name in WORKLOADS}
     with LLM(args.model, **options) as llm, tempfile.TemporaryDirectory() as folder:
         for number, path in enumerate(write_adapters(Path(folder), llm.model.config, 16, args.rank, args.ends)):
