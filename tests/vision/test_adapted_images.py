@@ -14,9 +14,13 @@ from adapter_files import peft_adapter
 from bifolio import LLM, SamplingParams
 from bifolio.errors import UnsupportedModelError
 
-pytest.importorskip("peft")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)
 TEXT = r".*(language_model|text_model).*(q_proj|up_proj|down_proj)"  # modules of the language model
+
+
+@pytest.fixture(autouse=True)
+def _peft() -> None:
+    pytest.importorskip("peft")  # not while tests are collected: it imports transformers
 
 
 def opened(model: VisionModel, adapter: Any) -> LLM:
