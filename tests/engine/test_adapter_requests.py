@@ -16,6 +16,7 @@ from adapter_files import adapter_folder
 from bifolio import LLM, LoRARequest, SamplingParams, SpeculativeConfig
 from bifolio.engine.adapters import LoadedAdapter
 from bifolio.errors import BifolioError, ConfigError, RequestError
+from bifolio.measure.replay import replay
 from bifolio.sequence import Request
 from helpers import cpu_kernel_names, fresh_folder, random_prompt, tiny_folder
 
@@ -280,13 +281,19 @@ def test_an_adapter_folder_that_is_replaced_is_a_new_version() -> None:
     assert after.digest != before.digest
 
 
-def test_an_answer_with_an_adapter_has_no_receipt() -> None:
-    """The replay of a receipt would run the base."""
+def test_an_answer_with_an_adapter_is_given_again() -> None:
+    """A receipt names the adapter by its digest; the replay takes that one and no other."""
     folder = tiny_folder()
-    with LLM(folder, lora_modules={"a": adapter_folder(folder)}, device="cpu") as llm:
-        params = SamplingParams(max_tokens=2)
-        with pytest.raises(RequestError, match="cannot hold the adapters of a request"):
-            llm.generate([[3, 4]], params, use_tqdm=False, lora_request="a", receipts=True)
-        assert not llm.engine.has_work
-        (plain,) = llm.generate([[3, 4]], params, use_tqdm=False, receipts=True)
-        assert plain.receipt is not None
+    adapters = {name: adapter_folder(folder, seed=seed) for seed, name in enumerate("ab", 1)}
+    halved = {"half": [(str(adapters["a"]), 0.5)]}
+    with LLM(folder, lora_modules={**adapters, **halved}, device="cpu", kernels="native") as llm:
+        params, names = SamplingParams(max_tokens=6, temperature=1.0, logprobs=1), [None, "a", "b", "half"]
+        prompts = [[3, 4, 5]] * len(names)
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=names, receipts=True)
+        for name, output in zip(names, outputs, strict=True):
+            for other in names:
+                if other == name:
+                    assert replay(llm, output.receipt, lora_request=other).is_equal
+                    continue
+                with pytest.raises(ConfigError, match="the receipt is of an"):
+                    replay(llm, output.receipt, lora_request=other)

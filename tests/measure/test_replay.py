@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_files import adapter_folder
 from bifolio import LLM, BeamSearchParams, Grammar, SamplingParams, SpeculativeConfig
 from bifolio.api.receipts import checked_receipt, read_receipt
 from bifolio.cli.main import build_app
@@ -21,6 +22,7 @@ from bifolio.model.digests import digest_of_facts
 from bifolio.model.loaded import LoadedModel
 from cli_runner import CliRunner, Result
 from helpers import cpu_kernel_names, fresh_folder, tiny_folder, tiny_loaded
+from vision.vision_models import gemma3_model, picture
 
 pytestmark = pytest.mark.skipif("native" not in cpu_kernel_names(), reason="bits are promised by the native kernels")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 999}}, "required": ["a"]}
@@ -176,6 +178,37 @@ def test_the_verb(tmp_path: Path) -> None:
     assert compared.exit_code == 1, compared.output
     rows = json.loads(compared.stdout)["against"]["layers"]
     assert rows[0]["operation"] == "embed"
+
+
+@pytest.mark.full
+def test_adapters_and_images_are_passed_again(tmp_path: Path) -> None:
+    adapted, looking = tiny_folder(fresh_folder("replayed"), tokenizer=True), gemma3_model()
+    adapter, other = (str(adapter_folder(adapted, fresh_folder("replayed"), seed=seed)) for seed in (1, 2))
+    files = [tmp_path / "one.png", tmp_path / "two.png"]
+    for number, file in enumerate(files):
+        picture(40, 40, number).save(file)
+    one, two = map(str, files)
+    answers = [
+        (["--model", str(adapted), "--lora", f"{adapter}:0.5"], [["--lora", adapter], ["--lora", other], []]),
+        (["--model", str(looking.folder), "--image", one, "--image", two], [["--image", two, "--image", one], []]),
+    ]
+    for number, (given, wrong) in enumerate(answers):
+        receipts, limits = tmp_path / str(number), ["-n", "6", "--max-model-len", "200"]
+        done = CliRunner().invoke(
+            build_app(["generate"]), ["generate", *given, *limits, "Hi", "--receipts", str(receipts)]
+        )
+        assert done.exit_code == 0, done.output
+        again = run_cli("replay", str(receipts / "1.json"), *given)
+        assert again.exit_code == 0, again.output
+        assert "equal: 6 tokens" in again.stdout
+        for others in wrong:
+            refused = run_cli("replay", str(receipts / "1.json"), *given[:2], *others)
+            assert isinstance(refused.exception, ConfigError), others
+    against = ["--against-kernels", "reference", "--json"]
+    compared = run_cli("replay", str(tmp_path / "0" / "1.json"), *answers[0][0], *against)
+    assert json.loads(compared.stdout)["against"]["layers"], compared.output
+    refused = run_cli("replay", str(tmp_path / "1" / "1.json"), *answers[1][0], *against)
+    assert "operations over images are not compared" in refused.output
 
 
 @pytest.mark.full

@@ -85,4 +85,3 @@ class BranchReply(msgspec.Struct, tag="branch_reply", omit_defaults=True):
     blocks: list[int] = []  # of the cache that hold its tokens, where they were asked for
     snapshots: list[SnapshotInfo] = []
     adapters: list[tuple[str, float]] = []  # names with factors, as it was opened
-    has_images: bool = False

@@ -29,7 +29,6 @@ from bifolio.api.prompts import (
     show_progress,
     suffix_of,
 )
-from bifolio.api.receipts import check_held
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.snapshots import Saved, load, save
 from bifolio.api.stream import TokenStream
@@ -241,8 +240,6 @@ class LLM(EngineVerbs, PoolingCalls):
     ) -> list[RequestOutput]:
         prompts, params = self.resolved(batch, params)
         adapters = self.adapters_for(lora_request, len(batch))
-        if receipts:
-            check_held(images=False, adapters=any(adapters))
         requests = self._shared.add_all(prompts, params, priorities, adapters)
         self._shared.finish(requests, show_progress(use_tqdm, len(requests)))
         outputs = [request_output(request, self.decode_token) for request in requests]

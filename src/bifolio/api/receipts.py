@@ -1,7 +1,8 @@
 """Receipts: an answer with all that decides on it, so that another engine can give it again, bit for bit.
 
 A receipt is JSON: the request with its resolved parameters and seed, the tokens of the answer, a digest of the model
-and the facts of the arithmetic (`model.digests`), and a digest of all this. `measure.replay` runs it again.
+and the facts of the arithmetic (`model.digests`), and a digest of all this. An adapter and images are in it by their
+digests. `measure.replay` runs it again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from bifolio.adapter_salt import digest_of_adapter
 from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
 from bifolio.errors import ConfigError, RequestError
@@ -44,22 +46,14 @@ def receipt_of(request: Request, model: Mapping[str, Any], numerics: Mapping[str
     return {**receipt, "digest": digest_of_facts(receipt)}
 
 
-def check_held(*, images: bool, adapters: bool) -> None:
-    """Refuse parts of a request that are no part of its receipt: a replay would lack them."""
-    if images or adapters:
-        part = "images of a prompt" if images else "adapters of a request"
-        raise RequestError(f"a receipt cannot hold the {part}: leave the receipt or the {part.split()[0]} out")
-
-
 def request_facts(request: Request) -> dict[str, Any]:
     """A request with everything resolved: a random seed, limits, and texts as tokens."""
     params: SamplingParams | BeamSearchParams = request.params if request.search is None else request.search.params
     if request.params.logits_processors:
         raise RequestError("logits_processors are Python functions, which a receipt cannot hold: leave one out")
-    check_held(images=bool(request.images), adapters=request.adapter is not None)
     given = request.num_given
     known = request.sequences[0].output_token_ids[:given]
-    return {
+    facts: dict[str, Any] = {
         "prompt_token_ids": [*request.prompt_token_ids, *known],
         "num_given": given,
         "is_beam_search": request.search is not None,
@@ -68,6 +62,11 @@ def request_facts(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "max_tokens": request.max_tokens - given,
     }
+    if request.adapter is not None:
+        facts["adapter"] = digest_of_adapter(request.adapter).hex()
+    if request.images:
+        facts["images"] = [image.digest.hex() for image in request.images]
+    return facts
 
 
 def write_receipt(folder: Path, name: str, receipt: Receipt) -> Path:

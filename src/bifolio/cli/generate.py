@@ -117,8 +117,6 @@ def generate(
         text = text or ""
         if image:
             raise commands.BadParameter("a prompt has either --suffix or --image: leave one of them out")
-    if receipts is not None and image:
-        raise commands.BadParameter("a receipt cannot hold images: leave --receipts or --image out")
     llm = engine.llm(model, lora, verbose=verbose)
     if input_file is not None:
         run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams, receipts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 HELP = """Run the receipt of an answer again: the same tokens come out, bit for bit, or the first that differs is shown.
 
 A receipt is the `receipt` of an answer of `bifolio serve` (`"receipt": true`) or of `LLM.generate(receipts=True)`. A
-receipt of another model, or of other arithmetic, is refused. `--against` and `--against-kernels` run it on a second
+receipt of another model, or of other arithmetic, is refused. An adapter and images, which a receipt names by their
+digests, are passed again with `--lora` and `--image`. `--against` and `--against-kernels` run it on a second
 engine as well, and show for each layer the first operation that differs, its checksums, and the drift."""
 EPILOG = """Examples:
 
   bifolio replay answer.json --model ./SmolLM2-135M
+
+  bifolio replay answer.json --model smol.gguf --lora ./poems
 
   bifolio replay answer.json --model smol.gguf --against smol-q4.gguf --plot drift.png
 
@@ -35,6 +39,11 @@ def replay_receipt(
     numerics: options.Numerics,
     receipt: Annotated[Path, commands.argument(help="A file with a receipt, or with an answer that carries one.")],
     model: options.Model = None,
+    lora: options.Lora = None,
+    image: Annotated[
+        list[Path] | None, commands.option("--image", help="Image of the prompt; several times for several, in order.")
+    ] = None,
+    mmproj: options.Mmproj = None,
     against: Annotated[
         str | None, commands.option("--against", help="A second model: another file or quantisation of the same one.")
     ] = None,
@@ -44,6 +53,7 @@ def replay_receipt(
     plot: Annotated[Path | None, commands.option("--plot", help="Write a figure of the drift per layer.")] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    from bifolio.api.images import image_of_file
     from bifolio.api.receipts import read_receipt
     from bifolio.measure.figures import check_target
     from bifolio.measure.replay import check_identity, replay
@@ -53,12 +63,18 @@ def replay_receipt(
     compares = against is not None or against_kernels is not None
     if plot is not None and not compares:
         raise commands.BadParameter("--plot shows the drift between two engines: pass --against or --against-kernels")
-    llm = _engine(model, known, numerics)
+    if compares and image:
+        raise commands.BadParameter("operations over images are not compared: leave --against out")
+    images = [image_of_file(file) for file in image or []]
+    given = {"lora_modules": options.sum_of_adapters(lora), "mmproj": mmproj, **numerics.for_llm()}
+    llm = _engine(model, known, given)
     try:
         if not compares:
             check_identity(llm, known)
-        found = replay(llm, known, is_foreign=compares)
-        other = None if not compares else _engine(against or model, known, numerics, against_kernels)
+        found = replay(llm, known, is_foreign=compares, images=images)
+        if against_kernels is not None:
+            given["kernels"] = against_kernels
+        other = None if not compares else _engine(against or model, known, given)
         rows, theirs = ([], None) if other is None else _compared(llm, other, known)
     finally:
         llm.close()
@@ -71,19 +87,19 @@ def replay_receipt(
         raise commands.Exit(1)
 
 
-def _engine(model: str | None, receipt: Receipt, numerics: Any, kernels: str | None = None) -> LLM:
-    """An engine that is long enough for the receipt, with its cache type and determinism."""
+def _engine(model: str | None, receipt: Receipt, given: Mapping[str, Any]) -> LLM:
+    """An engine that is long enough for the receipt; all its calls use the adapters that are given."""
     from bifolio.api.llm import LLM
     from bifolio.model.loader import load_model
     from bifolio.model.registry import DEFAULT_MODEL
 
-    request = receipt["request"]
-    loaded = load_model(model or DEFAULT_MODEL)
+    request, mmproj = receipt["request"], given["mmproj"]
+    loaded = load_model(model or DEFAULT_MODEL, mmproj=mmproj)
     length = min(len(request["prompt_token_ids"]) + request["max_tokens"], loaded.config.max_position)
-    given = numerics.for_llm()
-    if kernels is not None:
-        given = {**given, "kernels": kernels}
-    return LLM(loaded, max_model_len=length, max_num_seqs=16, **given)
+    others = {name: value for name, value in given.items() if name != "mmproj"}
+    llm = LLM(loaded, max_model_len=length, max_num_seqs=16, **others)
+    llm.lora = options.SUM if given["lora_modules"] else None
+    return llm
 
 
 def _compared(llm: LLM, other: LLM, receipt: Receipt) -> tuple[list[LayerDrift], Replay]:

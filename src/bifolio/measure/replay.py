@@ -6,21 +6,27 @@ operation, and compares each result by its bytes: the first that differs has a l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from bifolio.adapter_salt import digest_of_adapter
+from bifolio.api.images import required_vision
 from bifolio.api.llm import LLM
+from bifolio.api.lora import LoRARequest
 from bifolio.api.outputs import returned_sequences
 from bifolio.api.receipts import Receipt, checked_receipt, params_of
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError, RequestError
+from bifolio.images import PromptImage
 from bifolio.kernels.operation_hook import hooked
 from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
+from bifolio.model.vision.prompt import placed
 from bifolio.sampling.grammar import compile_grammar
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sequence import Request
@@ -87,22 +93,70 @@ def check_identity(llm: LLM, receipt: Receipt) -> None:
         )
 
 
-def replay(llm: LLM, receipt: Receipt, *, is_foreign: bool = False) -> Replay:
-    """Run a receipt again; one of another model or other arithmetic is refused unless it `is_foreign`."""
+def replay(
+    llm: LLM,
+    receipt: Receipt,
+    *,
+    is_foreign: bool = False,
+    lora_request: LoRARequest | str | None = None,
+    images: Sequence[Any] = (),
+) -> Replay:
+    """Run a receipt again; one of another model or other arithmetic is refused unless it `is_foreign`.
+
+    The adapter and the images of the answer, which a receipt names by their digests, are passed again.
+    """
     receipt = checked_receipt(receipt)
     if not is_foreign:
         check_identity(llm, receipt)
     facts = receipt["request"]
+    adapter = same_adapter(llm, facts, lora_request)
+    own = same_images(llm, facts, images)
     params: Any = params_of(facts, llm.model.config.vocab_size)
     if isinstance(getattr(params, "grammar", None), AfterThinking) and params.grammar.grammar is not None:
         inner = compile_grammar(params.grammar.grammar, llm.model)
         params = replace(params, grammar=replace(params.grammar, grammar=inner))
     [request] = llm.run_requests(
-        [lambda engine, name: engine.add_request(name, facts["prompt_token_ids"], params, num_given=facts["num_given"])]
+        [
+            lambda engine, name: engine.add_request(
+                name, facts["prompt_token_ids"], params, num_given=facts["num_given"], adapter=adapter, images=own
+            )
+        ]
     )
     if request.error is not None:
         raise RequestError(f"the receipt cannot be replayed: {request.error}")
     return _outcome(request, receipt["answer"])
+
+
+def same_adapter(llm: LLM, facts: Mapping[str, Any], lora_request: LoRARequest | str | None) -> LoadedAdapter | None:
+    """The adapter that the facts of a request name; an error if it is another one, or is missing."""
+    [adapter] = llm.adapters_for(lora_request, 1)
+    known, own = facts.get("adapter", ""), digest_of_adapter(adapter).hex()
+    if known == own:
+        return adapter
+    if not known:
+        raise ConfigError("the receipt is of an answer of the model itself: leave --lora (lora_request) out")
+    if not own:
+        raise ConfigError("the receipt is of an answer with an adapter: pass it with --lora (lora_request)")
+    raise ConfigError(
+        f"the receipt is of an adapter with the digest {known}, and that of --lora (lora_request) is {own}: pass the "
+        "same version, with the same factor"
+    )
+
+
+def same_images(llm: LLM, facts: Mapping[str, Any], images: Sequence[Any]) -> tuple[PromptImage, ...]:
+    """The images that the facts of a request name, at their places; an error if others are passed."""
+    known = list(facts.get("images", ()))
+    if not known:
+        if images:
+            raise ConfigError("the receipt is of an answer without images: leave --image out")
+        return ()
+    if not images:
+        raise ConfigError("the receipt is of an answer about images: pass them with --image, in their order")
+    vision = required_vision(llm.model)
+    found = placed(facts["prompt_token_ids"], vision, [vision.read(image) for image in images])
+    if [image.digest.hex() for image in found] != known:
+        raise ConfigError("the images are not those of the receipt: pass the same files with --image, in their order")
+    return found
 
 
 def _outcome(request: Request, expected: list[dict[str, Any]]) -> Replay:
@@ -132,14 +186,16 @@ def _first_mismatch(number: int, expected: list[int], found: list[int]) -> Misma
 # -- operations ------------------------------------------------------------------------------------------------------
 
 
-def compare_operations(one: LLM, other: LLM, token_ids: list[int]) -> list[LayerDrift]:
+def compare_operations(
+    one: LLM, other: LLM, token_ids: list[int], lora_request: LoRARequest | str | None = None
+) -> list[LayerDrift]:
     """Each layer of two engines over the same tokens, with the first operation that differs in it."""
     if one.model.config.num_layers != other.model.config.num_layers:
         raise ConfigError(
             f"{one.model.path.name} has {one.model.config.num_layers} layers and {other.model.path.name} has "
             f"{other.model.config.num_layers}: compare two forms of one model"
         )
-    left, right = (traced(llm, token_ids) for llm in (one, other))
+    left, right = (traced(llm, token_ids, lora_request) for llm in (one, other))
     known = {(step.layer, step.operation, step.number): step for step in right}
     layers: dict[int, list[tuple[Step, Step]]] = {}
     for step in left:
@@ -149,7 +205,7 @@ def compare_operations(one: LLM, other: LLM, token_ids: list[int]) -> list[Layer
     return [_layer_drift(layer, pairs) for layer, pairs in sorted(layers.items())]
 
 
-def traced(llm: LLM, token_ids: list[int]) -> list[Step]:
+def traced(llm: LLM, token_ids: list[int], lora_request: LoRARequest | str | None = None) -> list[Step]:
     """The operations of one pass over these tokens, without a cache."""
     if len(token_ids) > MAX_TRACED:
         raise ConfigError(f"{len(token_ids)} tokens are too many to trace: {MAX_TRACED} at most")
@@ -176,7 +232,8 @@ def traced(llm: LLM, token_ids: list[int]) -> list[Step]:
 
     kernels = hooked(runner.kernels, hook, one_by_one=True)
     rope = rope_of_length(llm.model.config, len(token_ids)) or 0
-    run = Run(0, 0, np.array(token_ids, np.int32), rope)
+    [adapter] = llm.adapters_for(lora_request, 1)
+    run = Run(0, 0, np.array(token_ids, np.int32), rope, None if adapter is None else adapter.prepared)
     batch = HostBatch.from_runs([], [run], None, 1, [len(token_ids) - 1]).to(runner.kernels)
     transformer.forward(runner.weights, batch, kernels, None)
     return steps

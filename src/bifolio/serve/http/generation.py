@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bifolio.api.messages import BranchUse, Ended, Image, NewTokens, Start, Thinking, Update
-from bifolio.api.receipts import check_held
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.images import PromptImage
@@ -61,14 +60,9 @@ class Job:
     branch_use: BranchUse = "beside"
     wants_receipt: bool = False
     images: tuple[PromptImage, ...] = ()  # of its only prompt
-    has_branch_images: bool = False  # of the branch that it continues
     model: str = ""  # as the answer names it
     adapters: list[tuple[str, float]] = field(default_factory=list)  # names and factors
     session: SessionHint | None = None
-
-    @property
-    def has_images(self) -> bool:
-        return bool(self.images) or self.has_branch_images
 
     @classmethod
     def of(
@@ -158,8 +152,6 @@ class Run:
     # -- life --------------------------------------------------------------------------------------------------------
     def start(self) -> None:
         job, engine = self.job, self.context.engine
-        if job.wants_receipt:
-            check_held(images=job.has_images, adapters=bool(job.adapters))
         adapters = [] if job.branch else job.adapters  # a branch has those that it was opened with
         salt = job.tenant.salt + (job.cache_salt or "").encode()
         key = job.tenant.name
@@ -190,7 +182,7 @@ class Run:
                     job.prefill_at,
                     job.branch,
                     job.branch_use,
-                    job.wants_receipt or (self.context.receipts is not None and not (job.has_images or job.adapters)),
+                    job.wants_receipt or self.context.receipts is not None,
                     [Image.of(image) for image in job.images],
                     adapters,
                     job.session,

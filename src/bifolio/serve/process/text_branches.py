@@ -264,5 +264,5 @@ class UnknownBranchError(RequestError):
 def _reply(message_id: str, entry: Entry, names: list[str]) -> m.BranchReply:
     state = entry.state
     reply = m.BranchReply(message_id, names, state.num_tokens, state.num_prompt, entry.seconds)
-    reply.adapters, reply.has_images = entry.adapters, bool(state.images)
+    reply.adapters = entry.adapters
     return reply

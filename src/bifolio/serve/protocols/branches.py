@@ -120,7 +120,7 @@ async def generate(context: ServerContext, scope: Scope, receive: Receive, send:
     call = await prepare_completion(context, completion, tenant_of(scope))
     job = call.job
     job.branch, job.branch_use = reply.names[0], "advance" if request.advance else "beside"
-    job.adapters, job.has_branch_images, job.model = reply.adapters, reply.has_images, model_of(context, reply)
+    job.adapters, job.model = reply.adapters, model_of(context, reply)
     await run_call(context, call, scope, receive, send)
 
 
