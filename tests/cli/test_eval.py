@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from adapter_files import adapter_folder
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError
 from bifolio.model.loader import load_model
@@ -54,6 +55,18 @@ def expected(folder: Path, start: list[int], ids: list[int]) -> tuple[float, int
             total += loss * (window.shape[1] - 1)
             count += window.shape[1] - 1
     return math.exp(total / count), count
+
+
+@pytest.mark.full
+def test_an_adapter_predicts_as_the_merged_model_does(folder: Path, text: Path, tmp_path: Path) -> None:
+    adapter, merged = adapter_folder(folder), tmp_path / "merged"
+    CliRunner().invoke(build_app(), ["merge", str(folder), str(merged), "--lora", str(adapter), "--format", "f32"])
+    plain, apart, whole = (
+        json.loads(bifolio(text, "--json", "--window", "40", *given))["perplexity"]
+        for given in (["-m", folder], ["-m", folder, "--lora", adapter], ["-m", merged])
+    )
+    assert apart == pytest.approx(whole, rel=1e-4)
+    assert apart != pytest.approx(plain, rel=1e-3)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_files import adapter_folder
 from bifolio import LLM
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
@@ -124,6 +125,10 @@ def test_the_verb(tmp_path: Path) -> None:
     assert "verified" in again.stdout, again.output
     assert isinstance(run_cli("--task", task, "--model", other, "--verify", one).exception, ConfigError)
     run_cli("--task", task, "--model", other, "--certificate", two)
+    adapted = ["--model", model, "--lora", f"{adapter_folder(Path(model))}:2"]
+    run_cli("--task", task, *adapted, "--certificate", two)
+    assert "verified" in run_cli("--task", task, *adapted, "--verify", two, "--max-num-seqs", "1").stdout
+    assert "another model" in str(run_cli("--task", task, "--model", model, "--verify", two).exception)
     paired = run_cli("compare", one, two)
     assert "exact test of McNemar" in paired.stdout, paired.output
     assert run_cli().exit_code == 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from adapter_files import adapter_folder
 from bifolio import LLM
 from bifolio.errors import ConfigError
 from bifolio.measure.evaluation import verify
@@ -95,6 +96,16 @@ def evaluate(tasks: Path, model: str, **arguments: Any) -> dict[str, Any]:
 
 def responses(found: dict[str, Any], name: str) -> list[Any]:
     return [sample["resps"] for sample in sorted(found["samples"][f"local_{name}"], key=lambda one: one["doc_id"])]
+
+
+def test_an_adapter_answers_as_in_transformers(tasks: Path, folder: Path) -> None:
+    adapter = str(adapter_folder(folder))
+    theirs, plain = (
+        evaluate(tasks, "hf", pretrained=str(folder), dtype="float32", device="cpu", **given)
+        for given in ({"peft": adapter}, {})
+    )
+    ours = evaluate(tasks, "bifolio", pretrained=str(folder), peft=adapter)
+    assert responses(ours, "generated") == responses(theirs, "generated") != responses(plain, "generated")
 
 
 def test_the_numbers_are_those_of_transformers_in_every_batch(tasks: Path, folder: Path) -> None:

@@ -33,6 +33,8 @@ EPILOG = """Examples:
 
   bifolio eval --task sums.jsonl --model smol.gguf --verify smol.json
 
+  bifolio eval --task sums.jsonl --model smol.gguf --lora ./sums
+
   bifolio eval --task gsm8k --limit 100 --model smol.gguf
 
   bifolio eval compare smol.json smol-q4.json"""
@@ -48,6 +50,7 @@ def evaluate(
     first: Annotated[Path | None, commands.argument(help="After compare: a certificate.")] = None,
     second: Annotated[Path | None, commands.argument(help="After compare: a certificate of the same task.")] = None,
     model: options.Model = None,
+    lora: options.Lora = None,
     window: Annotated[
         int | None, commands.option("--window", help="Length of a window in tokens; default: 512.")
     ] = None,
@@ -76,19 +79,20 @@ def evaluate(
         return _compare(first, second, as_json)
     if first is not None or second is not None or (text is None) == (task is None):
         raise commands.BadParameter("pass a text file, --task FILE, or compare and two certificates")
+    given = {"lora_modules": options.sum_of_adapters(lora), **numerics.for_llm()}
     if text is None or task is not None:
         if window is not None or max_tokens is not None:
             raise commands.BadParameter("--window and --max-tokens belong to a text file: leave them out")
-        return _evaluate_task(numerics, model, task or "", limit, (certificate, verify), max_num_seqs, as_json)
+        return _evaluate_task(given, model, task or "", limit, (certificate, verify), max_num_seqs, as_json)
     if certificate is not None or verify is not None or max_num_seqs is not None or limit is not None:
         raise commands.BadParameter(
             "--certificate, --verify, --limit and --max-num-seqs belong to --task: leave them out"
         )
-    return _perplexity(numerics, text, model, window, max_tokens, as_json)
+    return _perplexity(given, text, model, window, max_tokens, as_json)
 
 
 def _evaluate_task(
-    numerics: options.Numerics,
+    given: dict[str, Any],  # of `LLM`
     model: str | None,
     task: str,
     limit: int | None,
@@ -104,7 +108,8 @@ def _evaluate_task(
     certify = _harness() if is_harness else None
     items = [] if is_harness else read_task(path)[:limit]
     expected = None if files[1] is None else read_certificate(files[1])
-    with LLM(model, max_num_seqs=max_num_seqs, **numerics.for_llm()) as llm:
+    with LLM(model, max_num_seqs=max_num_seqs, **given) as llm:
+        llm.lora = options.SUM if given["lora_modules"] else None
         found = evaluate(llm, items, path.name) if certify is None else certify(llm, task, limit)
     if expected is not None:
         verify(found, expected)
@@ -150,7 +155,7 @@ def _compare(first: Path, second: Path, as_json: bool) -> None:
 
 
 def _perplexity(
-    numerics: options.Numerics,
+    given: dict[str, Any],  # of `LLM`
     text: Path,
     model: str | None,
     window: int | None,
@@ -173,7 +178,8 @@ def _perplexity(
     if window is not None and window > most:
         raise ConfigError(f"--window {window} is longer than the model's context of {most} tokens: pass at most {most}")
     length = window or min(WINDOW, most)
-    llm = LLM(loaded, max_model_len=length, max_num_seqs=4, enable_prefix_caching=False, **numerics.for_llm())
+    llm = LLM(loaded, max_model_len=length, max_num_seqs=4, enable_prefix_caching=False, **given)
+    llm.lora = options.SUM if given["lora_modules"] else None
     began = time.perf_counter()
     with steps_bar("scoring") as progress:
         result = text_perplexity(llm, content, window=length, max_tokens=max_tokens, progress=progress)

@@ -26,6 +26,7 @@ import msgspec
 from bifolio.api.llm import LLM
 from bifolio.api.outputs import scored_continuation
 from bifolio.api.shared_engine import Start
+from bifolio.engine.adapters import LoadedAdapter
 from bifolio.engine.branches import SCORING
 from bifolio.errors import ConfigError, RequestError
 from bifolio.model.digests import digest_of_facts
@@ -83,7 +84,8 @@ def read_task(path: Path) -> list[Item]:
 
 
 def evaluate(llm: LLM, items: Sequence[Item], name: str) -> Certificate:
-    """Answer all items in one continuous batch, and certify the answers."""
+    """Answer all items in one continuous batch, and certify the answers; `llm.lora` is the adapter of all of them."""
+    [adapter] = llm.adapters_for(None, 1)
     tokenizer = llm.model.require_tokenizer()
     starts: list[Start] = []
     owners: list[tuple[int, list[int]]] = []  # item, tokens of its choice
@@ -91,7 +93,7 @@ def evaluate(llm: LLM, items: Sequence[Item], name: str) -> Certificate:
         prompt = tokenizer.encode(item.prompt)
         for choice in item.choices or [None]:  # type: ignore[list-item]
             tokens = [] if choice is None else tokenizer.encode(choice, add_special_tokens=False)
-            starts.append(_start(prompt, tokens, item))
+            starts.append(_start(prompt, tokens, item, adapter))
             owners.append((place, tokens))
     requests = llm.run_requests(starts)
     answers: list[list[Request]] = [[] for _ in items]
@@ -108,10 +110,12 @@ def certificate_of(
     """The certificate of these results, which have an id, whether they are correct, an answer and its hash."""
     results = sorted(results, key=lambda result: str(result["id"]))
     correct = sum(result["correct"] for result in results)
+    [adapter] = llm.adapters_for(None, 1)
+    own = {} if adapter is None else {"adapter": adapter.digest.hex()}
     certificate: Certificate = {
         "format": FORMAT,
         "task": {"name": name, "digest": task_digest, "items": len(results)},
-        "model": llm.identity,
+        "model": {**llm.identity, **own},
         "numerics": llm.numerics,
         "score": {"correct": correct, "accuracy": correct / len(results), **(scores or {})},
         "items": results,
@@ -168,11 +172,18 @@ def _checked(item: Item, number: int) -> Item:
     return item if item.id is not None else msgspec.structs.replace(item, id=number)
 
 
-def _start(prompt: list[int], tokens: list[int], item: Item) -> Start:
+def _start(prompt: list[int], tokens: list[int], item: Item, adapter: LoadedAdapter | None) -> Start:
     if item.choices is not None:
-        return lambda engine, name: engine.add_request(name, [*prompt, *tokens], SCORING, score_from=len(prompt) - 1)
+        return scoring(prompt, tokens, adapter)
     params = SamplingParams(temperature=0.0, max_tokens=item.max_tokens, stop=tuple(item.stop))
-    return lambda engine, name: engine.add_request(name, prompt, params)
+    return lambda engine, name: engine.add_request(name, prompt, params, adapter=adapter)
+
+
+def scoring(prompt: list[int], tokens: list[int], adapter: LoadedAdapter | None) -> Start:
+    """A request for the logprobs of the tokens behind a prompt."""
+    return lambda engine, name: engine.add_request(
+        name, [*prompt, *tokens], SCORING, score_from=len(prompt) - 1, adapter=adapter
+    )
 
 
 def _result(item: Item, requests: list[Request]) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from bifolio.api.llm import LLM
 from bifolio.api.outputs import scored_continuation
 from bifolio.api.shared_engine import Start
-from bifolio.engine.branches import SCORING
 from bifolio.errors import ConfigError, RequestError
-from bifolio.measure.evaluation import Certificate, certificate_of
+from bifolio.measure.evaluation import Certificate, certificate_of, scoring
 from bifolio.model.digests import digest_of_facts
 from bifolio.sampling_params import SamplingParams
 
+ADAPTER = "lora"  # name of the adapter of `peft`
 MAX_GENERATED = 256  # tokens where a task names no number
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")  # further names of a task's options
 IGNORED = ("do_sample", "until", "max_gen_toks", "num_beams")  # read before, or without effect on one text
@@ -38,7 +38,10 @@ Texts = tuple[str | None, str]  # context and continuation as text
 
 @register_model("bifolio")
 class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
-    """An engine as lm-eval's model: `pretrained` is a folder, a .gguf file or a name; others are options of `LLM`."""
+    """An engine as lm-eval's model: `pretrained` is a folder, a .gguf file or a name; others are options of `LLM`.
+
+    `peft` is the path of an adapter that answers instead of the model itself.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
         max_length: int | None = None,
         max_gen_toks: int = MAX_GENERATED,
         device: str = "auto",
+        peft: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -63,7 +67,12 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
         if max_length is not None:
             options.setdefault("max_model_len", max_length)
         device = "auto" if device == "cuda:0" else device  # the harness names it where no device is passed
+        if peft is not None:
+            options["lora_modules"] = {ADAPTER: peft}
         self.llm = llm or LLM(pretrained, device=device, **options)
+        if peft is not None:
+            self.llm.lora = ADAPTER
+        [self._adapter] = self.llm.adapters_for(None, 1)
         self.max_gen_toks = max_gen_toks
         self._text = self.llm.get_tokenizer()
 
@@ -126,10 +135,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
     ) -> list[tuple[float, bool]]:
         """The logprob of each continuation; of a text that is too long the beginning is cut off."""
         most = self.max_length
-        starts = [
-            _scoring([*context, *continuation][-most:], min(len(continuation), most - 1))
-            for _, context, continuation in requests
-        ]
+        starts = []
+        for _, context, continuation in requests:
+            tokens, count = [*context, *continuation][-most:], min(len(continuation), most - 1)
+            border = len(tokens) - count
+            starts.append(scoring(tokens[:border], tokens[border:], self._adapter))
         scores = [scored_continuation(request) for request in self.llm.run_requests(starts)]
         found = [(score.total, score.is_greedy) for score in scores]
         for (texts, _, _), answer in zip(requests, found, strict=True):
@@ -167,7 +177,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # the package has no types
             )
         stops = tuple(text for text in given["until"] if text)
         params = SamplingParams(max_tokens=given["max_gen_toks"], stop=stops, **sampling)
-        return lambda engine, name: engine.add_request(name, tokens[-room:], params)
+        return lambda engine, name: engine.add_request(name, tokens[-room:], params, adapter=self._adapter)
 
 
 def certify(llm: LLM, tasks: str, limit: int | None = None) -> Certificate:
@@ -195,10 +205,6 @@ def certify(llm: LLM, tasks: str, limit: int | None = None) -> Certificate:
     }
     results = [_sample_result(*one) for one in samples]
     return certificate_of(llm, path.name, digest_of_facts(facts), results, {"metrics": score})
-
-
-def _scoring(tokens: list[int], num_scored: int) -> Start:
-    return lambda engine, name: engine.add_request(name, tokens, SCORING, score_from=len(tokens) - num_scored - 1)
 
 
 def _sample_id(task: str, sample: Mapping[str, Any]) -> str:
