@@ -43,7 +43,9 @@ class Collected:
 COLLECTED = pytest.StashKey[Collected]()
 MOST_WORKERS = 8  # each of them collects all tests
 MANY_CASES = 12
-SHARES = {"serve": 2, "engine": 2, "cli": 2, "docs": 3, "interpreter": 2}  # a run takes one of so many full tests
+SHARES = {  # a run takes one of so many full tests
+    "serve": 3, "engine": 3, "model": 2, "train": 2, "cli": 2, "docs": 4, "interpreter": 2,
+}  # fmt: skip
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the package `benchmarks`, which is not installed
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
