@@ -60,7 +60,7 @@ KINDS = ("dense", *EXPERTS, "delta", "mamba", "conv", "keyed", "lightning", "lru
 NUM_TALKS, NUM_TURNS = 5, 4
 MAX_MODEL_LEN = 160
 LIVES_OF_A_WORLD = 20
-LONGEST_SECONDS = 60.0  # of a life
+LONGEST_SECONDS = 300.0  # of a life, also beside other programs
 LONGEST_KILL = 1.0  # seconds until a life is killed
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True),
