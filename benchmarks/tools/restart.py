@@ -45,12 +45,12 @@ class Server:
     """`bifolio serve` in a process of its own."""
 
     def __init__(self, model: str, *options: str) -> None:
-        self._url = f"http://127.0.0.1:{free_port()}"
-        port = self._url.rpartition(":")[2]
+        self.url = f"http://127.0.0.1:{free_port()}"
+        port = self.url.rpartition(":")[2]
         command = [sys.executable, "-m", "bifolio", "serve", "-m", model, "--port", port, "--log-level", "error"]
         began = time.perf_counter()
         self._process = subprocess.Popen([*command, *options])
-        self._http = httpx.Client(base_url=self._url, timeout=600)
+        self._http = httpx.Client(base_url=self.url, timeout=600)
         while self._process.poll() is None and time.perf_counter() - began < READY_SECONDS:
             with contextlib.suppress(httpx.HTTPError):
                 if self._http.get("/ready").status_code == 200:
