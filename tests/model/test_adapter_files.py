@@ -49,6 +49,11 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "transposed matrices": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "experts": ("qwen3moe", {"target_modules": ATTENTION, **EXPERTS}),
     "down of experts": ("qwen3moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
+    "all linears and experts": ("qwen3moe", {"target_modules": "all-linear"}),
+    "all linears and experts, with factors": (
+        "qwen3moe",
+        {"target_modules": "all-linear", "use_rslora": True, "r": 3, "lora_alpha": 5},
+    ),
     "latents": ("deepseek2", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
     "hybrid": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]}),
 }

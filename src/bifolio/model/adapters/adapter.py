@@ -235,9 +235,17 @@ def _resolved(delta: Delta, names: dict[str, TracedTensor], beginnings: tuple[st
     for spelled in (delta.name, plain, *(start + plain for start in beginnings)):
         if spelled in names:
             return [replace(delta, name=spelled)]
-        if delta.down.ndim == 3 and (found := _of_experts(delta, names, spelled + ".")):
+        if delta.down.ndim == 3 and (found := _of_experts(_whole_stack(delta, names, spelled), names, spelled + ".")):
             return found
     return [delta]
+
+
+def _whole_stack(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> Delta:
+    """The change as a stack of as many matrices as there are experts."""
+    if not delta.alternatives:
+        return delta
+    numbers = {name.removeprefix(prefix + ".").partition(".")[0] for name in names if name.startswith(prefix + ".")}
+    return next((one for one in (delta, *delta.alternatives) if len(one.down) == len(numbers)), delta)
 
 
 def _of_experts(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:

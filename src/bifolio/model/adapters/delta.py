@@ -40,6 +40,7 @@ class Delta:
     down: Matrix  # [r, in] or [count, r, in]
     up: Matrix  # [out, r] or [count, out, r]
     bias: NDArray[np.float32] | None = None  # f32[out]
+    alternatives: tuple[Delta, ...] = ()  # of a stack: as one of another number of matrices
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +63,7 @@ class PeftConfig:
     ranks: Mapping[str, int]  # by pattern
     alphas: Mapping[str, float]
     targets: str | tuple[str, ...]
+    parameters: tuple[str, ...]  # target_parameters: with the name of the parameter behind that of its module
     has_bias: bool
     saved: tuple[str, ...]  # modules_to_save
     ties: bool  # ensure_weight_tying: changes of the embedding are those of a tied head
@@ -75,7 +76,12 @@ class PeftConfig:
                 f"{self.path}: the matrices of {module!r} have rank {rank} where the configuration says {stated}: "
                 "the files do not belong together"
             )
-        alpha = next((value for key, value in self.alphas.items() if ends_with(key, module, self.path)), self.alpha)
+        return self.scale_of(rank, self.alpha_of(module))
+
+    def alpha_of(self, module: str) -> float:
+        return next((value for key, value in self.alphas.items() if ends_with(key, module, self.path)), self.alpha)
+
+    def scale_of(self, rank: int, alpha: float) -> float:
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def check_target(self, module: str) -> None:
@@ -84,7 +90,8 @@ class PeftConfig:
             found = self.targets == "all-linear" or matches(self.targets, module, self.path)
         else:
             found = any(module == target or module.endswith("." + target) for target in self.targets)
-        if not found:
+        weight = f".{module}.weight"  # of a router, which is no Linear in transformers
+        if not found and not any(weight.endswith("." + parameter) for parameter in self.parameters):
             raise ModelFileError(
                 f"{self.path}: the weights change {module!r}, which target_modules does not name: the files do not "
                 "belong together"
@@ -116,6 +123,7 @@ def read_config(folder: Path) -> PeftConfig:
         ranks={key: json.object("rank_pattern").count(key) for key in json.get("rank_pattern") or {}},
         alphas={key: json.object("alpha_pattern").number(key) for key in json.get("alpha_pattern") or {}},
         targets=_targets(json),
+        parameters=json.texts("target_parameters") if json.get("target_parameters") else (),
         has_bias=json.flag("lora_bias", False),
         saved=json.texts("modules_to_save") if json.get("modules_to_save") else (),
         ties=json.flag("ensure_weight_tying", False),
@@ -217,12 +225,28 @@ def _of_table(config: PeftConfig, module: str, own: Mapping[str, QuantizedTensor
 
 
 def _stacked(config: PeftConfig, module: str, down: Matrix, up: Matrix) -> Delta:
-    """The change of a parameter that holds one matrix for each expert; its name follows from the shapes later."""
-    rank = next((rank for rank in (config.rank, *config.ranks.values()) if down.shape[0] % rank == 0), config.rank)
-    count = max(down.shape[0] // rank, 1)
-    each = up.reshape(up.shape[0], -1, count).transpose(2, 0, 1)
-    stack = Delta(module, down.reshape(count, -1, down.shape[1]), np.ascontiguousarray(each))
-    return stack.scaled(config.scale(module, down.shape[0] // count))
+    """The change of a parameter that holds one matrix for each expert.
+
+    Its name follows from the shapes later, and so does its rank where patterns give parameters ranks of their own: the
+    number of experts decides.
+    """
+
+    def of_rank(rank: int, scale: float) -> Delta:
+        count = max(down.shape[0] // rank, 1)
+        each = up.reshape(up.shape[0], -1, count).transpose(2, 0, 1)
+        return Delta(module, down.reshape(count, -1, down.shape[1]), np.ascontiguousarray(each)).scaled(scale)
+
+    alpha = config.alpha_of(module)
+    possible = {
+        rank: config.scale_of(rank, config.alphas.get(pattern, alpha))
+        for pattern, rank in (("", config.rank), *config.ranks.items())
+        if rank and down.shape[0] % rank == 0
+    }
+    stated = next((rank for key, rank in config.ranks.items() if ends_with(key, module, config.path)), config.rank)
+    if stated not in possible:
+        possible[down.shape[0]] = config.scale(module, down.shape[0])
+    first, *others = (of_rank(*one) for one in possible.items())
+    return replace(first, alternatives=tuple(others))
 
 
 def dense(tensor: QuantizedTensor) -> Matrix:
