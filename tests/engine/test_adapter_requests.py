@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,8 +164,16 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
 def test_adapters_are_refused_where_they_do_not_run() -> None:
     if KERNELS != "native":
         pytest.skip("ranks need the native kernels")
-    with pytest.raises(ConfigError, match="run in one process"):
-        make_llm(lora_modules={"a": adapter(1)}, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="several on a CPU with deterministic=True"):
+        make_llm(lora_modules={"a": adapter(1)}, tensor_parallel_size=2, deterministic=False)
+    sizes = json.loads((base() / "config.json").read_text())
+    shapes = {"A": (4, sizes["hidden_size"]), "B": (sizes["vocab_size"], 4)}
+    tensors = {
+        f"base_model.model.lm_head.lora_{side}.weight": np.ones(shape, np.float32) for side, shape in shapes.items()
+    }
+    head = adapter_folder(base(), tensors=tensors, target_modules=["lm_head"])
+    with pytest.raises(ConfigError, match="the head or the embedding run in one process"):
+        make_llm(lora_modules={"a": head}, tensor_parallel_size=2)
 
 
 @pytest.mark.full

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
+from adapter_files import peft_adapter
+from bifolio import LLM, BeamSearchParams, LoRARequest, SamplingParams, SpeculativeConfig
 from bifolio.errors import ConfigError, RankLostError
 from bifolio.model.gguf.mixes import parse_mix
 from bifolio.model.gguf.writer import write_gguf
@@ -263,3 +264,31 @@ def test_sizes_that_cannot_work_are_refused() -> None:
         make_llm("llama", 0)
     with pytest.raises(ConfigError, match="blocks"):
         make_llm("llama", 2, num_blocks=None, memory=1000)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "deepseek2", "one kv head"])
+def test_adapters_give_the_bits_of_one_process(name: str) -> None:
+    """Several adapters in a batch, their sum, and one that is loaded and dropped while the ranks run."""
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder = model_of(name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    targets = "all-linear" if name != "deepseek2" else ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    adapters = {f"a{seed}": str(peft_adapter(model, seed, target_modules=targets)[1]) for seed in (1, 2)}
+    modules: dict[str, Any] = {**adapters, "sum": [(path, 0.5) for path in adapters.values()]}
+    params = SamplingParams(max_tokens=7, temperature=0.0, logprobs=2, ignore_eos=True)
+    prompts, names = [{"prompt_token_ids": PROMPTS[0]}] * 4, [None, "a1", "a2", "sum"]
+    found = []
+    for size in (1, 2):
+        with make_llm(name, size, lora_modules=modules) as llm:
+            outputs = essence(llm.generate(prompts, params, lora_request=names))
+            late = LoRARequest("late", 9, adapters["a2"])
+            outputs += essence(llm.generate(prompts[0], params, lora_request=late))
+            llm.engine.adapters.unload("late")
+            outputs += essence(llm.generate(prompts[0], params))
+            found.append(outputs)
+    one, two = found
+    assert one == two
+    assert one[4] == one[2]
+    assert len({str(each) for each in one[:4]}) == 4

@@ -81,6 +81,7 @@ class AdapterStore:
         """`device`: of the engine's slots. `refusal`: the reason why this engine cannot run adapters."""
         self._base, self._pooler = model.config, model.weights.pooler
         self._kernels, self._device, self._config, self._refusal = runner.kernels, device, config, refusal
+        self._peers = runner.peers
         self._named: OrderedDict[str, NamedAdapter] = OrderedDict()  # the least recently used first
         self._sums: OrderedDict[tuple[tuple[bytes, float], ...], LoadedAdapter] = OrderedDict()
         self._numbers = count(1)
@@ -91,10 +92,13 @@ class AdapterStore:
     def of(
         cls, model: LoadedModel, config: AdapterConfig, runner: ModelRunner, device: DeviceSlots | None
     ) -> AdapterStore:
-        """The store of an engine; adapters run in one process. `device`: of the engine's slots."""
+        """The store of an engine. `device`: of the engine's slots."""
         refusal = None
-        if runner.peers is not None:
-            refusal = "adapters (lora_modules) run in one process: pass tensor_parallel_size=1"
+        if runner.peers is not None and not runner.peers.splits_adapters:
+            refusal = (
+                "adapters (lora_modules) run in one process, or in several on a CPU with deterministic=True: pass "
+                "tensor_parallel_size=1"
+            )
         return cls(model, runner, device, config, refusal)
 
     # -- names ----------------------------------------------------------------------------------------------------
@@ -229,7 +233,9 @@ class AdapterStore:
                 f"the adapter {weights.path} has {show_bytes(saved)} of its own head and embedding, and "
                 f"{show_bytes(free)} of memory are free: merge it into the model, or lower max_loras"
             )
-        if self._device is None:
+        if self._peers is not None:
+            prepared = self._peers.prepare_adapter(adapter, kernels)
+        elif self._device is None:
             prepared = kernels.prepare_adapter(adapter)
         elif adapter.embedding or head_site(self._base.num_layers) in adapter.products:
             raise ConfigError(OF_ENDS)

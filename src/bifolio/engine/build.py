@@ -88,6 +88,8 @@ def build_engine(
     """The memory plan and the engine built from it."""
     if team is not None:
         team.join()
+        if config.deterministic and kernels.memory() is None:
+            team.split_adapters(model.weights)
         model = shard_model(model, kernels, 0, team.size, exact=config.deterministic)
     if isinstance(draft_model, LoadedModel) and kernels.memory() is not None:
         draft_model = move_to_device(draft_model, kernels)

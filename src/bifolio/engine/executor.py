@@ -25,6 +25,7 @@ from bifolio.engine.images import ImageReader, has_images, reading_images
 from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
 from bifolio.kernels.interface import (
+    Adapter,
     Array,
     AttentionPhase,
     AttentionSegment,
@@ -60,8 +61,17 @@ class Peers(BlockMover, Protocol):
 
     size: int  # ranks, this one included
 
+    @property
+    def splits_adapters(self) -> bool:
+        """Whether each rank can have its part of an adapter."""
+        ...
+
     def run(self, kind: Pass, batch: Batch, work: Callable[[], Array]) -> Array:
         """Start the pass on all other ranks and run `work`, this rank's part; an error discards the pass on all."""
+        ...
+
+    def prepare_adapter(self, adapter: Adapter, kernels: KernelSet) -> Adapter:
+        """This rank's part of an adapter, prepared; the other ranks have theirs before the next pass."""
         ...
 
     def release_memory(self) -> None:

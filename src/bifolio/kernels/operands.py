@@ -139,7 +139,7 @@ class ExpertLowRank(NamedTuple):
     down: tuple[LowRank, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """A low-rank adapter (LoRA) of a network, by the sites of its products."""
 

@@ -8,20 +8,22 @@ A command holds plain arrays only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import AttentionPhase, Batch, KernelSet, StateUse
+from bifolio.kernels.interface import Adapter, AdapterUse, AttentionPhase, Batch, KernelSet, StateUse
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 ABSENT = -1  # in place of a dtype
 WORD = 8
-NUM_BATCH_ARRAYS = 7  # of a batch, before those of its segments: tokens, positions, places, logit rows, states
+NUM_BATCH_ARRAYS = (
+    9  # of a batch, before those of its segments: tokens, positions, places, logit rows, states, adapters
+)
 
 
 class Kind(IntEnum):
@@ -35,6 +37,8 @@ class Kind(IntEnum):
     CLOSE = 6
     READ_BLOCKS = 7  # copy blocks to shared memory and answer
     WRITE_BLOCKS = 8  # store blocks from shared memory and answer
+    ADAPTER = 9  # read an adapter from its file
+    DROP_ADAPTERS = 10
 
 
 class Command(NamedTuple):
@@ -85,8 +89,8 @@ def read(memory: np.ndarray) -> Command:
     return Command(Kind(kind), numbers, tuple(arrays))
 
 
-def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
-    """The command to run a pass over this batch."""
+def run_command(kind: int, batch: Batch, kernels: KernelSet, number_of: Callable[[Adapter], int]) -> Command:
+    """The command to run a pass over this batch; ranks know adapters by numbers."""
 
     def host(array: object, dtype: type) -> np.ndarray | None:
         return None if array is None else np.asarray(kernels.to_host(array), dtype)
@@ -95,6 +99,9 @@ def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
     numbers = [kind, batch.max_position, len(batch.segments)]
     arrays = [host(batch.token_ids, np.int32), host(batch.positions, np.int32), host(batch.cache_index, np.int64)]
     arrays += [host(batch.logit_rows, np.int32), *states]  # states lie on the host, as the lengths of segments
+    used = batch.adapters
+    loaded = None if used is None else np.array([number_of(adapter) for adapter in used.loaded], np.int64)
+    arrays += [loaded, None if used is None else np.asarray(used.rows, np.int32)]
     for segment in batch.segments:
         numbers += [int(segment.phase is AttentionPhase.DECODE), segment.token_start]
         arrays += [np.asarray(segment.query_starts, np.int32), np.asarray(segment.context_lens, np.int32)]
@@ -102,12 +109,15 @@ def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
     return Command(Kind.RUN, tuple(numbers), tuple(arrays))
 
 
-def batch_of(command: Command, kernels: KernelSet) -> tuple[int, Batch]:
+def batch_of(command: Command, kernels: KernelSet, adapter_of: Callable[[int], Adapter]) -> tuple[int, Batch]:
     """The kind of the pass and its batch in the kernel set's arrays."""
     kind, max_position, num_segments = command.numbers[:3]
-    *uploaded, starts, reads, writes = command.arrays[:NUM_BATCH_ARRAYS]
+    *uploaded, starts, reads, writes, loaded, rows = command.arrays[:NUM_BATCH_ARRAYS]
     token_ids, positions, cache_index, logit_rows = (_upload(kernels, array) for array in uploaded)
     used = None if starts is None else StateUse(starts, reads, writes)
+    adapters = None
+    if loaded is not None and rows is not None:
+        adapters = AdapterUse(tuple(adapter_of(number) for number in loaded.tolist()), rows)
     segments = []
     for number in range(num_segments):
         is_decode, token_start = command.numbers[3 + 2 * number : 5 + 2 * number]
@@ -118,7 +128,8 @@ def batch_of(command: Command, kernels: KernelSet) -> tuple[int, Batch]:
         lengths = np.diff(query_starts)
         orchestrator = DecodeOrchestrator if is_decode else PrefillOrchestrator
         segments.append(orchestrator.lay_out(contexts - lengths, lengths, _upload(kernels, tables), token_start))
-    return kind, Batch(token_ids, positions, cache_index, tuple(segments), logit_rows, max_position, used)
+    batch = Batch(token_ids, positions, cache_index, tuple(segments), logit_rows, max_position, used, adapters=adapters)
+    return kind, batch
 
 
 def _upload(kernels: KernelSet, array: np.ndarray | None) -> np.ndarray | None:
@@ -127,7 +138,7 @@ def _upload(kernels: KernelSet, array: np.ndarray | None) -> np.ndarray | None:
 
 def command_bytes(num_tokens: int, max_num_seqs: int, max_blocks: int) -> int:
     """Bytes that hold the largest command of an engine: a pass of `num_tokens` tokens with full block tables."""
-    tokens = num_tokens * (4 + 4 + 8 + 4 + 4)
+    tokens = num_tokens * (4 + 4 + 8 + 4 + 4 + 4)
     sequences = 2 * max_num_seqs * (4 * max_blocks + 24)
     return -(-(tokens + sequences + 65536) // 4096) * 4096
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bifolio.config import CacheConfig, EngineConfig
@@ -21,11 +22,12 @@ from bifolio.engine.build import plan_rank, shard_model
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, Pass, PrefillExecutor
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.parallel.commands import Command, Kind, batch_of, read
+from bifolio.engine.parallel.rank_adapters import file_of, read_part
 from bifolio.engine.parallel.shared_blocks import SharedBlocks
 from bifolio.engine.parallel.team import COMMAND, FAILED, FIRST_TAKEN, Connection
-from bifolio.errors import BifolioError
+from bifolio.errors import BifolioError, ConfigError
 from bifolio.kernels.cpu import SharedMemoryRanks
-from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.interface import Adapter, KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
@@ -52,6 +54,7 @@ class Settings:
     num_blocks: int | None
     memory: int | None
     utilisation: float
+    adapters: str = ""  # the folder through which they come
     port: int | None = None  # of the store where ranks on torch tensors meet
     rank: int = 0
     size: int = 1
@@ -70,8 +73,12 @@ class Rank:
         connection: Connection,
         blocks: SharedBlocks,
         chunk_size: int,
+        folder: Path,
     ) -> None:
+        """`folder`: through which adapters come."""
         self._runner = runner
+        self._folder = folder
+        self._adapters: dict[int, Adapter | str] = {}  # by number; or the error that kept one out
         self._ranks = ranks
         self._connection = connection
         self._blocks = blocks
@@ -130,19 +137,38 @@ class Rank:
     def _run(self, command: Command) -> None:
         runner = self._runner
         if command.kind is Kind.RUN:
-            kind, batch = batch_of(command, runner.kernels)
+            kind, batch = batch_of(command, runner.kernels, self._adapter)
             if kind == Pass.STATES.value:
                 runner.states(batch)
             else:
                 (self._decode if kind == Pass.DECODE.value else self._prefill).run(batch)
         elif command.kind is Kind.RELEASE_MEMORY:
             runner.kernels.release_memory()
+        elif command.kind is Kind.ADAPTER:
+            self._read_adapter(command.numbers[0])
+        elif command.kind is Kind.DROP_ADAPTERS:
+            for number in command.numbers:
+                self._adapters.pop(number, None)
         elif command.arrays[0] is not None:
             rows = command.arrays[0].tolist()
             if command.kind is Kind.MOVES:
                 runner.storage.move_blocks([(source, target) for source, target in rows])
             else:
                 runner.storage.poison_blocks(rows)
+
+    def _read_adapter(self, number: int) -> None:
+        """Read an adapter; an error is that of the passes that use it."""
+        try:
+            part = read_part(file_of(self._folder, number, self._ranks.rank))
+            self._adapters[number] = self._runner.kernels.prepare_adapter(part)
+        except (OSError, ValueError, MemoryError, BifolioError) as error:
+            self._adapters[number] = f"{type(error).__name__}: {error}"
+
+    def _adapter(self, number: int) -> Adapter:
+        found = self._adapters[number]
+        if isinstance(found, str):
+            raise ConfigError(f"the adapter could not be read: {found}")
+        return found
 
 
 def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connection, blocks: SharedBlocks) -> Rank | None:
@@ -166,7 +192,7 @@ def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connectio
     cache = replace(config.cache, num_blocks=int(answer["num_blocks"]), num_states=int(answer["num_states"]))
     runner = ModelRunner.new(model, cache, kernels)
     connection.send({"kind": "started"})
-    return Rank(runner, ranks, connection, blocks, config.chunk_size)
+    return Rank(runner, ranks, connection, blocks, config.chunk_size, Path(settings.adapters))
 
 
 def own_device(device: str, rank: int) -> str:

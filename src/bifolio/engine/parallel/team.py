@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,10 +32,12 @@ import numpy as np
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import Pass
 from bifolio.engine.parallel.commands import Command, Kind, blocks_command, run_command, write
+from bifolio.engine.parallel.rank_adapters import RankAdapters
 from bifolio.engine.parallel.shared_blocks import BLOCKS, SharedBlocks
 from bifolio.errors import ConfigError, RankError, RankLostError, TransferError
 from bifolio.kernels.cpu import MAX_RANKS, SharedMemoryRanks, anonymous_file, new_memory
-from bifolio.kernels.interface import Array, Batch, KernelSet
+from bifolio.kernels.interface import Adapter, Array, Batch, KernelSet
+from bifolio.model.weights import ModelWeights
 
 logger = logging.getLogger(__name__)
 COMMAND, FIRST_TAKEN = (
@@ -78,11 +82,12 @@ class Connection:
         return message
 
 
-def _end(watch: Watch, joined: list[Any]) -> None:
+def _end(watch: Watch, joined: list[Any], folder: Path) -> None:
     """End the other ranks, then leave the group that they were in."""
     watch.close()
     for ranks in joined:
         ranks.leave()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class RankTeam:
@@ -103,6 +108,8 @@ class RankTeam:
             self._store = new_store(size)
             settings = {**settings, "port": self._store.port}
         self._number = 0  # of the newest command
+        self._adapters = RankAdapters(size)
+        settings = {**settings, "adapters": str(self._adapters.folder)}
         self._blocks = SharedBlocks(anonymous_file(), size)
         self._watch = Watch(self.ranks)
         self._lock = threading.Lock()
@@ -113,7 +120,7 @@ class RankTeam:
         finally:
             os.close(memory)
         self._joined: list[Any] = []  # the group of ranks on torch tensors
-        self._finalizer = weakref.finalize(self, _end, self._watch, self._joined)
+        self._finalizer = weakref.finalize(self, _end, self._watch, self._joined, self._adapters.folder)
         self._watch.start()
 
     def join(self) -> None:
@@ -140,12 +147,26 @@ class RankTeam:
     def run(self, kind: Pass, batch: Batch, work: Callable[[], Array]) -> Array:
         """Run a pass on all ranks; an error on one of them discards it on all and is raised here."""
         with self._lock:
-            self._send(run_command(kind.value, batch, self._kernels))
+            for command in self._adapters.commands():
+                self._send(command)
+            self._send(run_command(kind.value, batch, self._kernels, self._adapters.number_of))
             try:
                 return work()
             except Exception as error:
                 failure = error.with_traceback(None)
             raise self._recover(failure)
+
+    @property
+    def splits_adapters(self) -> bool:
+        return self._adapters.is_split
+
+    def split_adapters(self, weights: ModelWeights) -> None:
+        """Note the rows of each rank in the whole weights, for adapters."""
+        self._adapters.split(weights)
+
+    def prepare_adapter(self, adapter: Adapter, kernels: KernelSet) -> Adapter:
+        """The part of this rank, prepared; the other ranks read theirs before the next pass. Any thread may call it."""
+        return self._adapters.prepare(adapter, kernels)
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         self._send_pieces(Kind.MOVES, list(moves))
