@@ -24,7 +24,15 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.model.weights import prepare
 from bifolio.quant.formats import QuantFormat
-from helpers import cpu_kernel_names, make_kernels, random_prompt, tiny_folder, tiny_model, transformers_logits
+from helpers import (
+    cpu_kernel_names,
+    fresh_folder,
+    make_kernels,
+    random_prompt,
+    tiny_folder,
+    tiny_model,
+    transformers_logits,
+)
 
 PROMPT = random_prompt(11, vocab_size=61)
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -54,6 +62,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3moe",
         {"target_modules": "all-linear", "use_rslora": True, "r": 3, "lora_alpha": 5},
     ),
+    "experts under the names of transformers": ("mixtral", {"target_modules": "all-linear"}),
     "latents": ("deepseek2", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
     "hybrid": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]}),
 }
@@ -89,6 +98,27 @@ def test_logits_equal_those_of_peft(recipe: str, tmp_path: Path) -> None:
     file = load_model(tmp_path / "base.gguf")
     adapter = read_adapter(path, file.config)
     assert np.abs(logits(file, adapter) - expected).max() < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("row", "targets"),
+    [
+        ("minimax_m2", "all-linear"),
+        ("hunyuan_v3", "all-linear"),
+        ("lfm3", "all-linear"),
+        ("nemotron_h", ["in_proj", "up_proj"]),
+    ],
+)
+def test_modules_have_the_names_of_transformers(row: str, targets: str | list[str]) -> None:
+    """Where folders store them under other names."""
+    pytest.importorskip("peft")
+    original, folder = row_model(row), fresh_folder(row)
+    save_row(row, original, folder)
+    adapted, path = peft_adapter(original, target_modules=targets)
+    model = load_model(folder)
+    adapter = read_adapter(path, model.config)
+    assert np.abs(logits(model, adapter) - transformers_logits(adapted, PROMPT)).max() < 1e-4
 
 
 @pytest.mark.full

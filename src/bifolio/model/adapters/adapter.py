@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -123,7 +123,7 @@ def place(
         changed_products(layer, note, note_experts)
     family, placed = family_of(config), _Placed(path)
     for delta in deltas:
-        for each in _resolved(delta, names, _beginnings(config, side)):
+        for each in _resolved(delta, names, _spellings(delta.name, config, side)):
             whole = names.get(each.name)
             if whole is None:
                 own = each.name.removesuffix(".weight")
@@ -229,10 +229,19 @@ def _low_rank(delta: Delta, rows: np.ndarray, column: int) -> LowRank:
     return LowRank(column, np.ascontiguousarray(down), np.ascontiguousarray(up), bias)
 
 
-def _resolved(delta: Delta, names: dict[str, TracedTensor], beginnings: tuple[str, ...]) -> list[Delta]:
+def _spellings(name: str, config: ModelConfig, side: Side) -> Iterator[str]:
+    """The names that a tensor of this name in an adapter can have in the base."""
+    plain = plain_name(name)
+    found = (name, plain, *(start + plain for start in _beginnings(config, side)))
+    yield from found
+    if side == "hf":
+        for theirs, ours in family_of(config).hf_modules.items():
+            yield from (one.replace(theirs, ours, 1) for one in found if theirs in one)
+
+
+def _resolved(delta: Delta, names: dict[str, TracedTensor], spellings: Iterable[str]) -> list[Delta]:
     """The change under the name of its tensor; that of stacked experts as one of each expert."""
-    plain = plain_name(delta.name)
-    for spelled in (delta.name, plain, *(start + plain for start in beginnings)):
+    for spelled in spellings:
         if spelled in names:
             return [replace(delta, name=spelled)]
         if delta.down.ndim == 3 and (found := _of_experts(_whole_stack(delta, names, spelled), names, spelled + ".")):
@@ -251,7 +260,8 @@ def _whole_stack(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> D
 def _of_experts(delta: Delta, names: dict[str, TracedTensor], prefix: str) -> list[Delta]:
     """The changes of the matrices of all experts: of gate and up, one behind the other, or of down."""
     own = [name for name in names if name.startswith(prefix + "0.")]
-    for group in ([name for name in own if "down" not in name], [name for name in own if "down" in name]):
+    down = [name for name in own if "down" in name or ".w2." in name]
+    for group in ([name for name in own if name not in down], down):
         shapes = [names[name].whole for name in group]
         rows = sum(shape[0] for shape in shapes)
         if not shapes or delta.shape[1:] != (rows, shapes[0][1]):

@@ -93,6 +93,7 @@ class Family:
     hf_refused: Mapping[str, str] = nothing()  # fields that are not supported, and the reason
     hf_text_part: bool = False  # config.json may describe a model of text and images, whose text part is the model
     hf_names: TensorNames = HF_LLAMA
+    hf_modules: Mapping[str, str] = nothing()  # parts of names in transformers, and in folders where these differ
     hf_interleaved: bool = False  # rope on neighbouring pairs
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
     folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names

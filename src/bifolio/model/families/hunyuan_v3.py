@@ -24,6 +24,7 @@ FAMILY = Family(
     ),
     hf_types=("hy_v3",),
     hf_class="HYV3ForCausalLM",
+    hf_modules={"mlp.shared_experts.": "mlp.shared_mlp.", "mlp.gate.": "mlp.router.gate."},
     hf_defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8,
                  "num_shared_experts": 1, "moe_intermediate_size": 1536, "router_scaling_factor": 2.826,
                  "rope_theta": 11158840.0},

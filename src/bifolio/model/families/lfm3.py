@@ -119,6 +119,7 @@ FAMILY = Family(
     ),
     hf_types=("lfm3",),
     hf_class="Lfm3ForCausalLM",
+    hf_modules={"self_attn.g_proj": "self_attn.gate_proj"},
     hf_defaults=DEFAULTS,
     hf_implied={"activation": "silu"},
     hf_always=("attention_bias",),

@@ -141,6 +141,7 @@ FAMILY = Family(
     ),
     hf_types=("minimax", "minimax_text_01", "minimax_m1"),
     hf_class="MiniMaxForCausalLM",
+    hf_modules={"mlp.": "block_sparse_moe."},
     hf_defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1000000.0,
                  "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2},
     hf_needed={"postnorm": True, "hidden_act": "silu"},

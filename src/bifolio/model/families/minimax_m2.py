@@ -46,6 +46,7 @@ FAMILY = Family(
     ),
     hf_types=("minimax_m2",),
     hf_class="MiniMaxM2ForCausalLM",
+    hf_modules={"mlp.": "block_sparse_moe."},
     hf_defaults={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8, "num_local_experts": 256,
                  "rope_theta": 5000000.0, "bos_token_id": 200034, "eos_token_id": 200020},
     hf_implied={"qkv_bias": False, "output_bias": False, "mlp_bias": False, "layers.window": ()},

@@ -11,6 +11,7 @@ FAMILY = Family(
     fields=(*EXPERTS, LOCAL_EXPERTS, WIDE, ADD_UP),
     hf_types=("mixtral",),
     hf_class="MixtralForCausalLM",
+    hf_modules={"mlp.": "block_sparse_moe."},
     hf_defaults={"num_experts_per_tok": 2},
     hf_always=("sliding_window",),
     hf_names=replace(

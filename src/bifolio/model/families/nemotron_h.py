@@ -161,6 +161,7 @@ FAMILY = Family(
     ),
     hf_types=("nemotron_h",),
     hf_class="NemotronHForCausalLM",
+    hf_modules={"model.": "backbone."},
     hf_defaults={"mlp_hidden_act": "relu2"},
     hf_implied={"layers.window": (), "qkv_bias": False, "output_bias": False},
     hf_always=("mlp_bias",),

@@ -62,6 +62,7 @@ FAMILY = Family(
     ),
     hf_types=("phimoe",),
     hf_class="PhimoeForCausalLM",
+    hf_modules={"mlp.": "block_sparse_moe."},
     hf_defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2, "num_local_experts": 16,
                  "max_position_embeddings": 131072, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2},
     hf_implied={"mlp_bias": False},
