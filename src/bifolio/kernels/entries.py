@@ -145,7 +145,7 @@ def _entries_at(
     mean = xp.sum(shares * values, axis=1) / xp.sum(shares, axis=1)
     places = _beside(rows, starts.astype(np.int32))
     rotation = kernels.rotation(own.inverse_frequencies, own.rope_scale, places)
-    return turn_ends(kernels.norm(mean, own.norm), rotation, own.size, False)
+    return kernels.turn_ends(kernels.norm(mean, own.norm), rotation, own.size)
 
 
 def _device_of(x: Array) -> dict[str, Any]:
@@ -278,7 +278,8 @@ def attend_gathered(query: Array, keys: Array, lengths: NDArray[np.int32], shape
 # -- experts ----------------------------------------------------------------------------------------------------------
 def route_by_token(logits: Array, router: Router, table: Array, ids: Array) -> Routing:
     xp = array_namespace(logits)
-    return weighed(xp, table[ids], expert_scores(xp, as_float32(xp, logits), router.scoring), router)
+    experts = table[ids]
+    return weighed(xp, experts, expert_scores(xp, as_float32(xp, logits), router.scoring), router)
 
 
 class Entries:

@@ -29,7 +29,7 @@ def route_rows(logits: np.ndarray, router: Router) -> Routing:
 
 def weighed(xp: Any, experts: Array, scores: Array, router: Router) -> Routing:
     """The weights of chosen experts, i32[t, top_k], from the scores of all."""
-    weights = xp.take_along_axis(scores, experts, axis=-1)
+    weights = xp.take_along_axis(scores, xp.astype(experts, xp.int64), axis=-1)
     if router.renormalise:
         weights = weights / (xp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     if router.expert_scales is not None:

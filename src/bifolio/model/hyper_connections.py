@@ -80,7 +80,8 @@ def compressed_attention(
     if own.index is not None:
         index, shape_of_index = own.index, own.index.shape
         keys = _entries(index.compressor, x, batch, kernels, storage)
-        turned = kernels.turn_ends(kernels.linear(low_rank, index.query), rotation, shape_of_index.head_dim)
+        found = product(low_rank, index.query, batch, kernels)
+        turned = kernels.turn_ends(found, rotation, shape_of_index.head_dim)
         ranked = kernels.linear(x, index.weights)
         chosen = kernels.choose_entries(
             turned, ranked, keys, index.compressor.entries, shape_of_index, batch, storage
@@ -92,4 +93,4 @@ def compressed_attention(
 
 
 def _entries(own: CompressorWeights, x: Array, batch: Batch, kernels: KernelSet, storage: Stored) -> Array:
-    return kernels.compress(kernels.linear(x, own.rows), own.entries, batch, storage)
+    return kernels.compress(product(x, own.rows, batch, kernels), own.entries, batch, storage)
