@@ -9,8 +9,12 @@ from helpers import WINDOW
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 _LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # fmt: skip
-_ENTRIES = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
-            "compressed_sparse_attention"]
+_ENTRIES = [
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+]
 _FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 0.7}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.

@@ -172,7 +172,10 @@ def test_requests_share_prefixes_forks_and_drafts() -> None:
 def test_published_names_and_tables_of_other_numbers(tmp_path: Path) -> None:
     """A folder with the names of the published checkpoints is the same model; a table must hold experts."""
     folder = row_folder(NAME)[1]
-    tensors = {name: np.array(value.dequantize()) for name, value in open_safetensors(folder / "model.safetensors").tensors.items()}
+    tensors = {
+        name: np.array(value.dequantize())
+        for name, value in open_safetensors(folder / "model.safetensors").tensors.items()
+    }
     renamed = {rename(name): value for name, value in tensors.items()}
     assert {"embed.weight", "head.weight", "hc_head_fn", "layers.1.attn.kv_norm.weight"} <= renamed.keys()
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())

@@ -127,7 +127,9 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"] = (
+        "silu"
+    )
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection

@@ -66,10 +66,10 @@ class EntryOperations(Protocol):
     def stream_weights(self, logits: Array, mix: StreamMix) -> Array:
         """f32[t, (2 + n) * n]: |pre|post|mixing|; or f32[t, n] of pre alone.
 
-            pre     sigmoid(logits * scale[0] + base) + eps
-            post    2 * sigmoid(logits * scale[1] + base)
-            mixing  [n, n]: column i is the softmax of row i of logits * scale[2] + base, plus eps, and then divided by
-                    the sums of rows and columns (plus eps) in turn, `iterations` times: coefficients of `mix_streams`
+        pre     sigmoid(logits * scale[0] + base) + eps
+        post    2 * sigmoid(logits * scale[1] + base)
+        mixing  [n, n]: column i is the softmax of row i of logits * scale[2] + base, plus eps, and then divided by
+                the sums of rows and columns (plus eps) in turn, `iterations` times: coefficients of `mix_streams`
         """
         ...
 

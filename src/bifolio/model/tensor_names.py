@@ -12,7 +12,13 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, Linear, Norm, Router
-from bifolio.model.compressed_tensors import CompressedNames, assemble_compressed, assemble_hyper, assemble_layer_hyper, read_table
+from bifolio.model.compressed_tensors import (
+    CompressedNames,
+    assemble_compressed,
+    assemble_hyper,
+    assemble_layer_hyper,
+    read_table,
+)
 from bifolio.model.distance_bias import distance_bias
 from bifolio.model.fetch import Fetch, FetchVector, fetched_once, stacked_matrices
 from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
@@ -288,7 +294,9 @@ def _layer(
     return LayerWeights(
         shape=attention_shape(config, index, query_norm, key_norm, sinks, bias),
         attention_norm=attention_norm,
-        qkv=NO_LINEAR if latent is not None or compressed is not None or not attends else _qkv(config, names, index, linear),
+        qkv=NO_LINEAR
+        if latent is not None or compressed is not None or not attends
+        else _qkv(config, names, index, linear),
         output=linear((names.output,), (d,), value_size, config.output_bias) if attends else NO_LINEAR,
         post_attention_norm=post_norm(names.post_attention_norm, mixes),
         mlp_norm=residual_norm(names.mlp_norm, has_mlp and config.has_mlp_norm and not ends_network),

@@ -342,7 +342,7 @@ def temporary_cache(
 def gathered_cache(
     keys: Array, lengths: NDArray[np.int32], segment: AttentionSegment
 ) -> tuple[Storage, AttentionSegment]:
-    """The first of keys [n, longest, head size], which are the values, as contexts of n sequences with one query each."""
+    """The first of keys [n, longest, head size], which are the values, as contexts of n sequences of one query each."""
     count, length, dim = keys.shape
     blocks = -(-length // TEMPORARY_BLOCK)
     storage = KVStorage(CacheLayout(1, count * blocks, TEMPORARY_BLOCK, 1, dim, "f32", shared_values=True))

@@ -56,7 +56,9 @@ def entries_from_hf(values: Reading) -> tuple[tuple[int, bool], ...]:
     tokens = {SPARSE: SPARSE_TOKENS, HEAVY: HEAVY_TOKENS}
     rates = {kind: json.object(RATES).count(kind, json.count(OLD_RATES[kind], n)) for kind, n in tokens.items()}
     if unknown := sorted(set(kinds) - {WINDOWS, *rates}):
-        raise UnsupportedModelError(f"{json.path}: {TYPES} has {unknown[0]!r}; supported: {WINDOWS}, {', '.join(rates)}")
+        raise UnsupportedModelError(
+            f"{json.path}: {TYPES} has {unknown[0]!r}; supported: {WINDOWS}, {', '.join(rates)}"
+        )
     return tuple((rates.get(kind, 0), kind == SPARSE) for kind in kinds)
 
 
@@ -322,7 +324,9 @@ EXPERT_FIELDS = (
     Field("moe.num_experts", hf=("n_routed_experts", "num_experts", "num_local_experts")),
     Field(
         "moe.scoring",
-        hf=Form(scores_from_hf, lambda v: {"scoring_func": next(k for k, s in SCORES.items() if s == v["moe.scoring"])}),
+        hf=Form(
+            scores_from_hf, lambda v: {"scoring_func": next(k for k, s in SCORES.items() if s == v["moe.scoring"])}
+        ),
         gguf=Form(scores_from_gguf, lambda v: {"expert_gating_func": number_of(v["moe.scoring"])}),
     ),
     Field("moe.renormalise", hf=None, gguf=Form(lambda v: True, lambda v: {"expert_weights_norm": True}), default=True),
