@@ -15,7 +15,7 @@ Rotations = tuple[Rotation, ...]
 def hyper_layers(
     weights: ModelWeights, x: Array, batch: Batch, kernels: KernelSet, storage: Stored, rotations: Rotations
 ) -> Array:
-    """The one stream behind all layers, from the embeddings [t, d], which are all streams in front of the first layer."""
+    """The one stream behind all layers, from the embeddings [t, d]: all streams begin as these."""
     config, end = weights.config, weights.hyper
     if config.hyper is None or end is None:
         raise UnsupportedModelError("a network with mixed streams has weights for their end")
