@@ -237,7 +237,7 @@ class Spelled:
         return any(self.source.has(each) for each in spellings(name))
 
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
-        found = next((each for each in spellings(name) if self.source.has(each)), published(name))
+        found = next((each for each in spellings(name) if self.source.has(each)), name)
         return self.source.view(found, shape)
 
 
