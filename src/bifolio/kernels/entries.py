@@ -258,7 +258,8 @@ def _entries_seen(count: int, row: int, chosen: NDArray[np.int32] | None) -> NDA
     """The numbers of the entries that a query attends to, of the `count` that it sees."""
     if chosen is None or not len(chosen[row]) or chosen[row][0] < 0:
         return np.arange(count)
-    return chosen[row].astype(np.int64)
+    found: NDArray[np.int64] = chosen[row].astype(np.int64)
+    return found
 
 
 def attend_gathered(query: Array, keys: Array, lengths: NDArray[np.int32], shape: AttentionShape) -> Array:
@@ -268,7 +269,8 @@ def attend_gathered(query: Array, keys: Array, lengths: NDArray[np.int32], shape
     scores = query * shape.scale @ xp.permute_dims(keys, (0, 2, 1))  # [n, heads, longest]
     is_seen = _beside(query, np.arange(keys.shape[1]) < lengths[:, None])[:, None, :]
     scores = xp.where(is_seen, scores, xp.full_like(scores, -np.inf))
-    sinks = xp.broadcast_to(shape.sinks[None, :, None], (*scores.shape[:2], 1))
+    own: Array = shape.sinks
+    sinks = xp.broadcast_to(own[None, :, None], (*scores.shape[:2], 1))
     shares = xp.concat([scores, as_float32(xp, sinks)], axis=-1)
     shares = xp.exp(shares - xp.max(shares, axis=-1, keepdims=True))
     shares = shares / xp.sum(shares, axis=-1, keepdims=True)
