@@ -33,7 +33,7 @@ class HyperWeights:
 class CompressorWeights:
     """The projections of tokens whose means are entries."""
 
-    rows: Linear  # [columns, d] twice: what is averaged, and gates
+    rows: Linear  # [columns, d] twice: rows that are averaged, and gates
     entries: Compressor
 
     def prepared(self, kernels: KernelSet) -> CompressorWeights:

@@ -19,7 +19,7 @@ from bifolio.model.description import Reading, Writing
 from bifolio.model.expert_fields import EXPERTS, MLP_TYPES
 from bifolio.model.export import NamedTensor
 from bifolio.model.families.family import Family
-from bifolio.model.fields import REQUIRED, Field, Form, Key
+from bifolio.model.fields import REQUIRED, Field, Form
 from bifolio.model.gguf.rope_fields import read_rope as read_gguf_rope
 from bifolio.model.huggingface import rope_fields
 from bifolio.model.huggingface.rope_fields import PARAMETERS, rope_object, rope_parameters
@@ -180,6 +180,12 @@ def scores_from_gguf(values: Reading) -> str:
     return GGUF_SCORES[kind]
 
 
+def write_shared(values: Writing) -> dict[str, Any]:
+    if values["moe.shared_size"] != values["moe.expert_size"]:
+        raise values.refusal(f"a shared MLP of {values['moe.shared_size']}", "one as wide as an expert")
+    return {"n_shared_experts": 1}
+
+
 def number_of(scoring: str) -> int:
     return next(number for number, name in GGUF_SCORES.items() if name == scoring)
 
@@ -332,7 +338,7 @@ EXPERT_FIELDS = (
     Field("moe.renormalise", hf=None, gguf=Form(lambda v: True, lambda v: {"expert_weights_norm": True}), default=True),
     Field("moe.scale", hf="routed_scaling_factor"),
     Field("moe.selection_bias", hf=None, gguf=None, default=True),
-    Field("moe.shared_size", hf=Key("n_shared_experts", reader=lambda v: v["moe.expert_size"], write=lambda size: 1)),
+    Field("moe.shared_size", hf=Form(lambda v: v["moe.expert_size"], write_shared)),
     Field("layers.dense", hf=None, gguf=None),
     Field(
         "layers.hashed",
@@ -353,8 +359,7 @@ FAMILY = Family(
     fields=(*ENTRY_FIELDS, *STREAM_FIELDS, *EXPERT_FIELDS),
     hf_types=("deepseek_v4",),
     hf_class="DeepseekV4ForCausalLM",
-    hf_defaults={"vocab_size": 129280, "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43,
-                 "num_attention_heads": 64, "head_dim": 512, "q_lora_rank": 1024, "num_experts_per_tok": 6,
+    hf_defaults={"moe_intermediate_size": 2048, "head_dim": 512, "q_lora_rank": 1024, "num_experts_per_tok": 6,
                  "n_routed_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
                  "max_position_embeddings": 1048576, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
                  "sliding_window": 128, "o_groups": 8, "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128,
