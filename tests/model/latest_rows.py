@@ -66,7 +66,7 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         "DeepseekV4Config",
         {"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 24, "partial_rotary_factor": 0.25,
          "intermediate_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 6, "num_experts_per_tok": 3,
-         "routed_scaling_factor": 1.6, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 16,
+         "routed_scaling_factor": 1.6, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 32,
          "index_topk": 2, "sliding_window": WINDOW, "layer_types": _ENTRIES,
          "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
          "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "pad_token_id": None,
