@@ -120,6 +120,7 @@ FileFormat format_of(const char* name, int code) {
 Activation activation_of(int code, bool gated) {
   if (!gated && (code == int(Activation::Tanh) || code == int(Activation::Sigmoid))) return Activation(code);
   if (code == int(Activation::Relu)) return Activation::Relu;
+  if (gated && code == int(Activation::SiluClamped)) return Activation::SiluClamped;
   const int last = int(gated ? Activation::SwigluClamped : Activation::Relu2);
   require(code >= 0 && code <= last, "activation is ", code, " and must be the code of an activation (0 to ", last, ")");
   return Activation(code);

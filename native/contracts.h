@@ -45,8 +45,8 @@ enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_1
 #define BIFOLIO_PACKS_Q4_K  // elsewhere blocks of Q4_K are packed as Q4_1: unpacking takes longer than reading
 #endif
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
-enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5, Relu = 6, Sigmoid = 7 };  // SwigluClamped only gated, Tanh and Sigmoid never
-constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5, Relu = 6, Sigmoid = 7, SiluClamped = 8 };  // both clamped ones only gated, Tanh and Sigmoid never
+constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f, kSiluLimit = 10.0f;
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
 constexpr int64_t kQuantBlock = 32; // values of a row that share a scale in a quantised format

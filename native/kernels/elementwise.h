@@ -119,6 +119,13 @@ static inline Reg clamped_swiglu(Reg gate, Reg up) {
   return mul(mul(g, sigmoid(mul(c(kSwigluSlope), g))), add(u, c(1.0f)));
 }
 
+// Gate and up clamped; silu(gate) * up.
+static inline Reg clamped_silu(Reg gate, Reg up) {
+  constexpr auto c = constant<Reg>;
+  const Reg g = min(gate, c(kSiluLimit)), u = min(max(up, c(-kSiluLimit)), c(kSiluLimit));
+  return mul(mul(g, sigmoid(g)), u);
+}
+
 #ifndef BIFOLIO_OWN_EXP
 static inline V16 exp(V16 x) { EACH_REG x.v[i] = exp(x.v[i]); return x; }
 #endif
@@ -164,6 +171,14 @@ static void act_mul_row(const float* gate, const float* up, int64_t size, Activa
     map_row(size, out, [&](auto at) {
       V16 g = at(gate), u = at(up);
       EACH_REG g.v[i] = clamped_swiglu(g.v[i], u.v[i]);
+      return g;
+    });
+    return;
+  }
+  if (activation == Activation::SiluClamped) {
+    map_row(size, out, [&](auto at) {
+      V16 g = at(gate), u = at(up);
+      EACH_REG g.v[i] = clamped_silu(g.v[i], u.v[i]);
       return g;
     });
     return;

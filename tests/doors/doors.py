@@ -43,6 +43,7 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("gemma3n", "gemma4", "mimo2"), ENTRIES), DIFFER),
     **dict.fromkeys(product(("qwen35", "qwen35moe"), ["gguf"]), TILED),
     **dict.fromkeys(product(("bitnet",), ENTRIES), "norms of this model"),
+    **dict.fromkeys(product(("deepseek4",), ENTRIES), "compressed entries"),
     **dict.fromkeys(product(("jamba", "mamba", "recurrent_gemma"), ENTRIES), "selective recurrent layers"),
     **dict.fromkeys(product(("mamba2", "rwkv7"), ENTRIES), "1 query heads"),
     **dict.fromkeys(product(("zamba2",), ENTRIES), "share blocks"),

@@ -27,6 +27,7 @@ ROWS = (
     "mpt",
     "cohere2",
     "deepseek_v32",
+    "deepseek_v4",
     "gemma2",
     "gemma3n",
     *GEMMA4,

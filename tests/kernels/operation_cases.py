@@ -10,6 +10,7 @@ from zlib import crc32
 import adapter_cases
 import attention_cases
 import device_cases
+import entry_cases
 import expert_cases
 import latent_cases
 import network_cases
@@ -27,6 +28,7 @@ __all__ = [
     "attention_cases",
     "check_operation",
     "device_cases",
+    "entry_cases",
     "expert_cases",
     "latent_cases",
     "network_cases",

@@ -303,12 +303,14 @@ def row_model(name: str, **overrides: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for field, parameter in model.named_parameters():
-            if parameter.ndim == 1 or field.endswith(("e_score_correction_bias", "gate_bias")):
+            if parameter.ndim == 1 or field.endswith(("e_score_correction_bias", "gate_bias", "position_bias")):
                 # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for field, buffer in model.named_buffers():
             if field.endswith(("layer_scalar", "e_score_correction_bias")):  # factors and biases that are no parameters
                 buffer.add_(torch.randn_like(buffer) * 0.2)
+            if field.endswith("tid2eid"):  # the experts of each token
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort()[:, : buffer.shape[1]])
     return model
 
 

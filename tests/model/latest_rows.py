@@ -9,6 +9,12 @@ from helpers import WINDOW
 _LOCAL, _FULL = "sliding_attention", "full_attention"
 _LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # fmt: skip
+_ENTRIES = [
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+]
 _FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 0.7}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
@@ -54,6 +60,29 @@ LATEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "rope_theta": 10000.0, "query_pre_attn_scalar": 256, "sliding_window": 512,
          "layer_types": [_LOCAL, _FULL] * 13, "attn_logit_softcapping": None,
          "final_logit_softcapping": None, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1},
+        None,
+    ),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 24, "partial_rotary_factor": 0.25,
+         "intermediate_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 6, "num_experts_per_tok": 3,
+         "routed_scaling_factor": 1.6, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 32,
+         "index_topk": 2, "sliding_window": WINDOW, "layer_types": _ENTRIES,
+         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "pad_token_id": None,
+         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        {"model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096, "moe_intermediate_size": 2048,
+         "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+         "q_lora_rank": 1024, "qk_rope_head_dim": 64, "num_experts_per_tok": 6, "n_routed_experts": 256,
+         "n_shared_experts": 1, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
+         "routed_scaling_factor": 1.5, "max_position_embeddings": 1048576, "rope_theta": 10000,
+         "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
+                          "original_max_position_embeddings": 65536},
+         "compress_ratios": [0, 0, *([4, 128] * 21), 0], "compress_rope_theta": 160000, "hc_mult": 4,
+         "hc_sinkhorn_iters": 20, "hc_eps": 1e-06, "num_hash_layers": 3, "swiglu_limit": 10.0, "sliding_window": 128,
+         "o_groups": 8, "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+         "num_nextn_predict_layers": 1, "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-06,
+         "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1},
         None,
     ),
     "flex_olmo": (

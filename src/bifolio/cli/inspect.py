@@ -280,6 +280,8 @@ def expert_lines(config: ModelConfig) -> list[str]:
 
 def attention_line(config: ModelConfig) -> str:
     sinks = ", attention sinks" if config.sinks else ""
+    if config.compressed is not None:
+        return f"{config.num_heads} heads of {config.head_dim} over one head of keys{entries_of(config)}{sinks}"
     if config.mla is None:
         kinds = sorted({(config.head_size(layer), config.kv_heads(layer)) for layer in config.attention_layers})
         heads = " or ".join(f"{config.num_heads} heads of {size}, {count} for keys and values" for size, count in kinds)
@@ -292,6 +294,13 @@ def attention_line(config: ModelConfig) -> str:
     return f"{config.num_heads} heads of {size} over one cached latent of {cached}{chosen}{sinks}"
 
 
+def entries_of(config: ModelConfig) -> str:
+    """The compressed entries that layers attend to."""
+    kinds = sorted({(layer.entry_tokens, layer.chooses_entries) for layer in config.layers if layer.entry_tokens})
+    chosen = f" ({config.compressed.index_top_k} of them chosen)" if config.compressed is not None else ""
+    return "".join(f", entries of {tokens} tokens{chosen if chooses else ''}" for tokens, chooses in kinds)
+
+
 def stream_lines(config: ModelConfig) -> list[str]:
     """Parallel residual streams, and inputs of layers beside them."""
     lines = []
@@ -299,6 +308,8 @@ def stream_lines(config: ModelConfig) -> list[str]:
         lines.append(f"an input of {config.layer_inputs.size} for each token and layer")
     if config.streams is not None:
         lines.append(f"{config.streams.count} parallel residual streams")
+    if config.hyper is not None:
+        lines.append(f"{config.hyper.count} residual streams, mixed by the token")
     if config.shared_blocks is not None:
         lines.append(f"{config.shared_blocks.count} blocks of attention and an MLP that layers share")
     return lines

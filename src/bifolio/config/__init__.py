@@ -3,6 +3,8 @@
 from bifolio.config.cache import CacheConfig as CacheConfig
 from bifolio.config.cache import KVDtype as KVDtype
 from bifolio.config.cache import checked_kv_dtype as checked_kv_dtype
+from bifolio.config.compressed import CompressedConfig as CompressedConfig
+from bifolio.config.compressed import HyperConfig as HyperConfig
 from bifolio.config.engine import MAX_LORA_RANK as MAX_LORA_RANK
 from bifolio.config.engine import MAX_LORAS as MAX_LORAS
 from bifolio.config.engine import NUMERICS as NUMERICS

@@ -41,6 +41,9 @@ class LayerConfig:
     kv_source: int | None = None  # an earlier layer whose keys and values are read; None: its own
     keys_as_values: bool = False  # values are the keys, before norm and rope
     chooses: bool = True  # in a network with indexers: False reads the positions that an earlier layer chose
+    entry_tokens: int = 0  # that one compressed entry stands for, in a network with entries; 0: the layer has none
+    chooses_entries: bool = False  # an indexer chooses the entries, which overlap
+    hashed: bool = False  # a table gives the experts of a token by its id
 
 
 def layers_of(count: int, **values: Sequence[Any]) -> tuple[LayerConfig, ...]:
@@ -64,7 +67,7 @@ class MoeConfig:
     num_experts: int
     top_k: int  # experts of a token
     expert_size: int  # width of one expert's MLP
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     renormalise: bool = False
     scale: float = 1.0
     selection_bias: bool = False  # a bias that changes the choice of experts, not their weights

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from bifolio.config.compressed import MOST_ENTRY_TOKENS, CompressedConfig, HyperConfig
 from bifolio.config.layers import LayerConfig, LayerInputConfig, MoeConfig, SharedBlockConfig, StreamConfig
 from bifolio.config.parameters import count_parameters
 from bifolio.config.recurrent import RecurrentConfig
@@ -126,7 +127,9 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_clamped", "xielu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"] = (
+        "silu"
+    )
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -166,6 +169,8 @@ class ModelConfig:
     layer_inputs: LayerInputConfig | None = None  # a second embedding of each token, with a part for each layer
     streams: StreamConfig | None = None  # parallel residual streams
     shared_blocks: SharedBlockConfig | None = None  # attention and MLPs that layers share
+    hyper: HyperConfig | None = None  # parallel residual streams that are mixed by the token
+    compressed: CompressedConfig | None = None  # attention to compressed entries; num_kv_heads is 1
     weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     gate_by_head: bool = False  # one gate for each head, without a bias, instead of one for each value (LFM3)
@@ -216,6 +221,7 @@ class ModelConfig:
         self._check_layers()
         self._check_encoder()
         self._check_blocks()
+        self._check_entries()
         if self.value_size and not 0 < self.value_size <= self.head_dim:
             raise ConfigError(f"values of {self.value_size} do not fit into heads of {self.head_dim}")
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
@@ -281,6 +287,29 @@ class ModelConfig:
             raise ConfigError("layers that share blocks of attention and an MLP are recurrent, and otherwise equal")
         if self.moe is not None or self.mla is not None or self.attention_gate or self.residual_scale != 1.0:
             raise ConfigError("shared blocks have plain attention and a plain MLP")
+
+    def _check_entries(self) -> None:
+        """Check that attention to compressed entries and mixed streams fit the rest of the network."""
+        own, rotated = self.compressed, max((rope.rotary_dim for rope in self.ropes), default=0)
+        if (own is None) != (self.hyper is None):
+            raise ConfigError("networks with compressed entries have mixed streams, and the reverse")
+        if own is None:
+            if any(layer.entry_tokens or layer.hashed for layer in self.layers):
+                raise ConfigError("layers with entries need a configuration of these")
+            return
+        if self.num_kv_heads != 1 or self.num_heads % own.output_groups or not self.sinks or not rotated:
+            raise ConfigError(
+                f"{self.num_heads} heads over {self.num_kv_heads} heads of keys do not make {own.output_groups} groups"
+            )
+        for index, layer in enumerate(self.layers):
+            if not 0 <= layer.entry_tokens <= MOST_ENTRY_TOKENS or layer.entry_tokens == 1:
+                raise ConfigError(f"an entry of layer {index} cannot stand for {layer.entry_tokens} tokens")
+            if layer.window is None or not layer.mlp or layer.rope is None or not self.has_experts(index):
+                raise ConfigError(f"layer {index} with entries needs a window, rope and experts")
+            if layer.chooses_entries and not layer.entry_tokens:
+                raise ConfigError(f"layer {index} has no entries to choose")
+        if any(layer.chooses_entries for layer in self.layers):
+            own.check_indexer(rotated)
 
     @property
     def scale(self) -> float:
@@ -356,6 +385,21 @@ class ModelConfig:
         if self.mla is None or not self.mla.index_heads:
             return ()
         return tuple(layer for layer in self.attention_layers if self.layers[layer].chooses)
+
+    @property
+    def entry_rows(self) -> tuple[tuple[int, int], ...]:
+        """(layer, columns) of the rows behind the keys of all layers: those of entries, and of their indexers.
+
+        Each is a pair: projections of every token, and the entries in the rows of their last tokens.
+        """
+        found: list[tuple[int, int]] = []
+        for index, layer in enumerate(self.layers):
+            sizes = [self.head_dim] * bool(layer.entry_tokens)
+            if self.compressed is not None and layer.chooses_entries:
+                sizes.append(self.compressed.index_size)
+            for size in sizes:
+                found += (index, size * (4 if layer.chooses_entries else 2)), (index, size)
+        return tuple(found)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

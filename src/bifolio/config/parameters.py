@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bifolio.config.compressed import CompressedConfig
     from bifolio.config.layers import MoeConfig
     from bifolio.config.model import LatentConfig, ModelConfig
 
@@ -32,12 +33,14 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
             total += _mlp(config, layer) if config.moe.beside_mlp else 0
         else:
             total += _mlp(config, layer)
-    return total + _layer_inputs(config) + _streams(config) + _shared_blocks(config)
+    return total + _layer_inputs(config) + _streams(config) + _shared_blocks(config) + _hyper(config)
 
 
 def _attention(config: ModelConfig, layer: int) -> int:
     if config.mla is not None:
         return _latent(config, config.mla) + (_indexer(config, config.mla) if layer in config.indexed_layers else 0)
+    if config.compressed is not None:
+        return _compressed(config, config.compressed, layer)
     d, dim = config.hidden_size, config.head_size(layer)
     query, kv = config.num_heads * dim, config.kv_heads(layer) * dim
     writes = config.kv_source(layer) == layer
@@ -60,6 +63,31 @@ def _latent(config: ModelConfig, mla: LatentConfig) -> int:
 def _indexer(config: ModelConfig, mla: LatentConfig) -> int:
     d, size = config.hidden_size, mla.index_size
     return mla.query_rank * mla.index_heads * size + d * (size + mla.index_heads) + 2 * size
+
+
+def _compressed(config: ModelConfig, own: CompressedConfig, layer: int) -> int:
+    d, dim, query = config.hidden_size, config.head_dim, config.query_size
+    total = own.query_rank * (d + 1 + query) + (d + 1) * dim + config.num_heads
+    total += own.output_rank * (query + own.output_groups * d)
+    tokens, chooses = config.layers[layer].entry_tokens, config.layers[layer].chooses_entries
+    if tokens:
+        total += _compressor(d, dim, tokens, 1 + chooses)
+    if chooses:
+        total += _compressor(d, own.index_size, tokens, 2)
+        total += own.query_rank * own.index_heads * own.index_size + d * own.index_heads
+    return total
+
+
+def _compressor(d: int, size: int, tokens: int, runs: int) -> int:
+    return (2 * d + tokens) * runs * size + size
+
+
+def _hyper(config: ModelConfig) -> int:
+    own = config.hyper
+    if own is None:
+        return 0
+    inputs = own.count * config.hidden_size
+    return 2 * config.num_layers * (own.width * (inputs + 1) + 3) + own.count * (inputs + 1) + 1
 
 
 def _mlp(config: ModelConfig, layer: int) -> int:

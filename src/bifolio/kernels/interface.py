@@ -35,6 +35,7 @@ from bifolio.kernels.device_slots import (
     SlotSizes,
     TokenScores,
 )
+from bifolio.kernels.entry_interface import Compressor, StreamMix
 from bifolio.kernels.operands import (
     NO_SITE,
     Adapter,
@@ -55,6 +56,7 @@ from bifolio.kernels.operands import (
 )
 from bifolio.kernels.operations import (
     LEAST_MEAN_SQUARE,
+    SILU_LIMIT,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     Operations,
@@ -68,6 +70,7 @@ from bifolio.quant.tensor import QuantizedTensor
 __all__ = [
     "LEAST_MEAN_SQUARE",
     "NO_SITE",
+    "SILU_LIMIT",
     "SWIGLU_LIMIT",
     "SWIGLU_SLOPE",
     "Adapter",
@@ -77,6 +80,7 @@ __all__ = [
     "AttentionSegment",
     "AttentionShape",
     "Batch",
+    "Compressor",
     "DeviceMemory",
     "DeviceSlots",
     "DraftNetwork",
@@ -108,6 +112,7 @@ __all__ = [
     "SplitNetwork",
     "StateUse",
     "StepProgram",
+    "StreamMix",
     "Storage",
     "TimedOperation",
     "TokenScores",

@@ -64,7 +64,7 @@ class HeadLinear:
 class Router:
     """How a token chooses its experts from one logit for each.
 
-        scores   softmax over all experts, or the sigmoid of each logit
+        scores   softmax over all experts, or the sigmoid of each logit, or the root of its softplus
         choice   the `top_k` largest of score + bias, among the `top_groups` best groups of neighbouring experts;
                  of equal ones the first
         weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`, times the
@@ -77,7 +77,7 @@ class Router:
     """
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     renormalise: bool = False
     scale: float = 1.0
     bias: Array | None = None  # f32[experts]  changes the choice, not the weights

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 from bifolio.kernels.attention_interface import AttentionShape, Heads, PagedAttentionKernel, Storage
 from bifolio.kernels.batch import AdapterUse, Batch
+from bifolio.kernels.entry_interface import EntryOperations
 from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Recurrence, Router, Routing
 
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation `swiglu_clamped`, which is no function of the gate alone
+SILU_LIMIT = 10.0  # of the activation `silu_clamped`, which is none either
 LEAST_MEAN_SQUARE = 1e-5  # of a stream that `match_streams` scales
 
 
@@ -33,7 +35,7 @@ class Rotation(NamedTuple):
     sin: Array
 
 
-class Operations(PagedAttentionKernel, Protocol):
+class Operations(PagedAttentionKernel, EntryOperations, Protocol):
     """The operations that `model/transformer.py` calls."""
 
     def embed(self, table: Any, ids: Array, scale: float, *, is_partial: bool = False) -> Array:
@@ -111,6 +113,7 @@ class Operations(PagedAttentionKernel, Protocol):
         With a cutoff the gates of a token are first replaced by max(gate - c, 0), where c is their mean plus `cutoff`
         standard deviations.
         `swiglu_clamped`: gate and up are clamped to `SWIGLU_LIMIT`; gate * sigmoid(`SWIGLU_SLOPE` * gate) * (up + 1).
+        `silu_clamped`: gate and up are clamped to `SILU_LIMIT`, the gate from above alone; silu(gate) * up.
         """
         ...
 

@@ -15,10 +15,13 @@ import numpy as np
 from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
 from bifolio.kernels import host_choice
+from bifolio.kernels.entries import Entries
 from bifolio.kernels.host_arrays import HostArrays
-from bifolio.kernels.host_math import as_float32, erf, mix_sparsely
+from bifolio.kernels.host_math import as_float32, erf
+from bifolio.kernels.host_routing import route_rows
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
+    SILU_LIMIT,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     Adapter,
@@ -50,7 +53,7 @@ from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class ReferenceKernels(HostArrays):
+class ReferenceKernels(Entries, HostArrays):
     """Every operation in at most 30 lines."""
 
     name = "reference"
@@ -233,6 +236,10 @@ class ReferenceKernels(HostArrays):
             xp = array_namespace(x)
             gate, up = xp.clip(gate, None, SWIGLU_LIMIT), xp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * sigmoid(xp, SWIGLU_SLOPE * gate) * (up + 1.0)
+        if activation == "silu_clamped":
+            xp = array_namespace(x)
+            gate, up = xp.clip(gate, None, SILU_LIMIT), xp.clip(up, -SILU_LIMIT, SILU_LIMIT)
+            return gate * sigmoid(xp, gate) * up
         return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
@@ -267,29 +274,7 @@ class ReferenceKernels(HostArrays):
         return (sigmoid(array_namespace(x), logits)[..., None] * parts).reshape(x.shape)
 
     def route(self, logits: Array, router: Router) -> Routing:
-        if router.band:
-            return mix_sparsely(logits.astype(np.float32), router)
-        scores = logits.astype(np.float32)
-        if router.scoring == "softmax":
-            scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            scores = scores / scores.sum(axis=-1, keepdims=True)
-        else:
-            scores = sigmoid(np, scores)
-        ranked = scores if router.bias is None else scores + router.bias
-        if router.top_groups < router.num_groups:
-            groups = ranked.reshape(len(ranked), router.num_groups, -1)
-            best = np.sort(groups, axis=-1)[..., -router.group_best :].sum(axis=-1)
-            chosen = np.argsort(-best, axis=-1, kind="stable")[:, : router.top_groups]
-            keeps = np.zeros(best.shape, np.bool_)
-            np.put_along_axis(keeps, chosen, True, axis=-1)
-            ranked = np.where(keeps[..., None], groups, -np.inf).reshape(ranked.shape)
-        experts = np.argsort(-ranked, axis=-1, kind="stable")[:, : router.top_k]
-        weights = np.take_along_axis(scores, experts, axis=-1)
-        if router.renormalise:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
-        if router.expert_scales is not None:
-            weights = weights * router.expert_scales[experts]
-        return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
+        return route_rows(logits, router)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         parts = np.zeros((*routing.experts.shape, experts.down[0].out_features), np.float32)  # [t, top_k, d]

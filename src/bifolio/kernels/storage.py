@@ -81,7 +81,10 @@ class CacheLayout:
         own = config.recurrent
         state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
         layers = config.cached_layers
-        keys = ((1, config.mla.index_size),) * len(config.indexed_layers) if config.mla is not None else ()
+        keys: tuple[tuple[int, int], ...] = ()
+        if config.mla is not None:
+            keys = ((1, config.mla.index_size),) * len(config.indexed_layers)
+        keys += tuple((1, columns) for _, columns in config.entry_rows)
         differ = keys or any(layer.head_dim or layer.kv_heads for layer in config.layers)
         rows = tuple((config.kv_heads(layer), config.head_size(layer)) for layer in layers)
         return cls(
@@ -92,7 +95,7 @@ class CacheLayout:
             config.head_dim,
             dtype,
             poison,
-            shared_values=config.mla is not None,
+            shared_values=config.mla is not None or config.compressed is not None,
             states=() if own is None or state is None else (state,) * len(config.recurrent_layers),
             num_states=0 if own is None else num_states,
             heads=(*rows, *keys) if differ else (),

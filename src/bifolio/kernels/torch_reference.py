@@ -15,9 +15,11 @@ import torch.nn.functional as F
 
 from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels import torch_choice
+from bifolio.kernels.entries import Entries
 from bifolio.kernels.host_experts import OF_EXPERTS, HostExperts
 from bifolio.kernels.interface import (
     LEAST_MEAN_SQUARE,
+    SILU_LIMIT,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     Adapter,
@@ -46,13 +48,13 @@ from bifolio.kernels.torch_adapters import DOWN, UP, adapted, adapted_embedding,
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_attention import attend_cached, attend_fresh, rotate, scale_by_position
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur, scan
-from bifolio.kernels.torch_routing import mix_sparsely
+from bifolio.kernels.torch_routing import mix_sparsely, scores_of
 from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class TorchKernels(TorchArrays):
+class TorchKernels(Entries, TorchArrays):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
@@ -221,6 +223,8 @@ class TorchKernels(TorchArrays):
         if activation == "swiglu_clamped":
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * torch.sigmoid(SWIGLU_SLOPE * gate) * (up + 1)
+        if activation == "silu_clamped":
+            return F.silu(gate.clamp(max=SILU_LIMIT)) * up.clamp(-SILU_LIMIT, SILU_LIMIT)
         return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
@@ -256,7 +260,7 @@ class TorchKernels(TorchArrays):
         logits = logits.float()
         if router.band:
             return mix_sparsely(logits, router)
-        scores = torch.softmax(logits, dim=-1) if router.scoring == "softmax" else torch.sigmoid(logits)
+        scores = scores_of(logits, router.scoring)
         ranked = scores if router.bias is None else scores + router.bias
         if router.top_groups < router.num_groups:
             groups = ranked.unflatten(-1, (router.num_groups, -1))

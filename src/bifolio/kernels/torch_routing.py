@@ -1,10 +1,18 @@
-"""The choice of experts by sparse mixing, on torch tensors."""
+"""Parts of the choice of experts on torch tensors."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from bifolio.kernels.interface import Router, Routing
+
+
+def scores_of(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    """The scores of all experts."""
+    if scoring == "sqrt_softplus":
+        return F.softplus(logits).sqrt()
+    return torch.softmax(logits, dim=-1) if scoring == "softmax" else torch.sigmoid(logits)
 
 
 def mix_sparsely(logits: torch.Tensor, router: Router) -> Routing:

@@ -29,8 +29,20 @@ NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: a pass outside its operat
 OPERATION_PARTS = {
     "embedding": ("embed", "adapt_embedding", "given", "tap"),
     "projections": ("head_linear", "all_gather", "all_reduce"),
-    "attention": ("rotation", "rope_and_write", "attend", "recur", "join_latent", "choose", "attend_chosen"),
-    "MLP": ("act", "act_mul", "gate", "route", "mix_experts"),
+    "attention": (
+        "rotation",
+        "rope_and_write",
+        "attend",
+        "recur",
+        "join_latent",
+        "choose",
+        "attend_chosen",
+        "turn_ends",
+        "compress",
+        "choose_entries",
+        "attend_entries",
+    ),
+    "MLP": ("act", "act_mul", "gate", "route", "route_by_token", "mix_experts"),
     "logits": ("take", "logits"),
 }  # products by their weights, all other operations: norms
 PART_OF = {name: part for part, names in OPERATION_PARTS.items() for name in names}

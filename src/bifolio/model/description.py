@@ -26,6 +26,8 @@ PART_NAMES = {
     "layer_inputs": "inputs of layers",
     "streams": "parallel streams",
     "shared_blocks": "shared blocks",
+    "hyper": "mixed streams",
+    "compressed": "compressed entries",
 }
 
 

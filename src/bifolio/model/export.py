@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.compressed_tensors import HyperNames, compressed_matrices, compressed_states, hyper_parts
 from bifolio.model.keyed_tensors import keyed_parts
 from bifolio.model.latent_names import LatentNames
 from bifolio.model.latent_weights import LatentWeights
@@ -32,7 +33,7 @@ from bifolio.model.weights import NO_LINEAR, LayerWeights, ModelWeights, MoeWeig
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
 
-Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router", "state"]
+Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router", "state", "numbers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ def _network(weights: ModelWeights, names: TensorNames, interleaved: bool) -> It
         yield from _parts(layer_input_parts(names.layer_inputs, weights.layer_inputs))
     if weights.streams is not None and names.streams is not None:
         yield from _parts(stream_parts(names.streams, weights.streams), "state")
+    if weights.hyper is not None and names.compressed is not None:
+        yield from _parts(hyper_parts("", names.compressed.end, weights.hyper), "state")
     for index, layer in enumerate(weights.layers):
         prefix, home = (names.layer.format(place) for place in (index, weights.config.block_source(index)))
         if layer.shared is not None and names.shared is not None:
@@ -176,10 +179,17 @@ def _layer(
     yield from norm_tensors(prefix + names.post_mlp_norm, layer.post_mlp_norm)
     if layer.inputs is not None and names.layer_inputs is not None:
         yield from _parts(gated_input_parts(prefix, names.layer_inputs, layer.inputs))
+    for own, around in zip(layer.hyper or (), _hyper_names(names), strict=False):
+        yield from _parts(hyper_parts(prefix, around, own), "state")
     if layer.streams is not None and names.streams is not None:
         yield from _parts(layer_stream_parts(prefix, names.streams, layer.streams), "state")
     if config.layer_scales:
         yield NamedTensor(prefix + names.layer_scale, _quantized(np.array([layer.scale], np.float32)), "state")
+
+
+def _hyper_names(names: TensorNames) -> tuple[HyperNames, ...]:
+    """Of the weights around attention and around the MLP."""
+    return () if names.compressed is None else (names.compressed.attention, names.compressed.mlp)
 
 
 def linear_tensors(name: str, linear: Linear) -> Iterator[NamedTensor]:
@@ -200,7 +210,10 @@ def _parts(parts: Iterator[Part], kind: Kind = "matrix") -> Iterator[NamedTensor
 def _attention(
     prefix: str, names: TensorNames, layer: LayerWeights, orders: tuple[NDArray[np.int64] | None, ...]
 ) -> Iterator[NamedTensor]:
-    if layer.latent is None:
+    if layer.compressed is not None and names.compressed is not None:
+        yield from _parts(compressed_matrices(prefix, names.compressed, layer.compressed))
+        yield from _parts(compressed_states(prefix, names.compressed, layer.compressed), "state")
+    elif layer.latent is None:
         qkv = names.qkv if len(names.qkv) == 1 else names.qkv[: len(layer.qkv.parts)]
         yield from _linear(prefix, qkv, layer.qkv, orders)
     elif names.latent is not None:
@@ -335,6 +348,10 @@ def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeigh
     yield NamedTensor(f"{prefix}{names.router}.weight", _quantized(moe.router.parts[0]), "router")
     if moe.router.biases[0] is not None:
         yield NamedTensor(f"{prefix}{names.router}.bias", _quantized(moe.router.biases[0]), "bias")
+    if moe.table is not None and names.compressed is not None:
+        rows = np.ascontiguousarray(moe.table, np.int32)
+        table = QuantizedTensor(QuantFormat.I32, rows.view(np.uint8), rows.shape)
+        yield NamedTensor(prefix + names.compressed.table, table, "numbers")
     if moe.choice.bias is not None:
         yield NamedTensor(prefix + names.selection_bias, _quantized(moe.choice.bias), "bias")
     yield from _expert_linears(prefix, names.expert_up, moe.experts.up)

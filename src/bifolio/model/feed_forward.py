@@ -45,7 +45,10 @@ def mixture(
     """The experts that each token chooses, and the shared MLP if there is one."""
     routed = x if moe.router_norm is None else kernels.norm(residual, moe.router_norm)
     logits = product(routed, moe.router, batch, kernels)
-    routing = kernels.route(logits, moe.choice)
+    if moe.table is None:
+        routing = kernels.route(logits, moe.choice)
+    else:
+        routing = kernels.route_by_token(logits, moe.choice, moe.table, batch.token_ids)
     inputs = x if moe.input_norm is None else kernels.norm(residual, moe.input_norm)
     if moe.scales_inputs:
         inputs = kernels.weigh(inputs, routing)

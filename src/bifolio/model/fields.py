@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from bifolio.config import (
     MODEL_LIMITS,
+    CompressedConfig,
+    HyperConfig,
     LatentConfig,
     LayerInputConfig,
     ModelConfig,
@@ -26,6 +28,7 @@ from bifolio.config import (
     SharedBlockConfig,
     StreamConfig,
 )
+from bifolio.config.compressed import MOST_GROUPS, MOST_HYPER_STREAMS, MOST_ITERATIONS, MOST_RANK
 from bifolio.config.layers import EXPERT_LIMITS, MOST_BLOCKS, MOST_COLUMNS, MOST_STREAMS, USUAL
 from bifolio.config.recurrent import RECURRENT_LIMITS
 
@@ -42,6 +45,8 @@ PARTS: dict[str, Any] = {
     "layer_inputs": LayerInputConfig,
     "streams": StreamConfig,
     "shared_blocks": SharedBlockConfig,
+    "hyper": HyperConfig,
+    "compressed": CompressedConfig,
 }
 FIRST = {part: f"{part}.{fields(owner)[0].name}" for part, owner in PARTS.items()}
 _SET_BY_FAMILY = {"architecture", "rope_interleaved", "norm_offset", "recurrent.tiled", "layers", *PARTS}
@@ -54,6 +59,9 @@ LIMITS |= {f"recurrent.{name}": (1, most) for name, most in RECURRENT_LIMITS.ite
 LIMITS |= dict.fromkeys(("streams.low_rank", "layer_inputs.size", "shared_blocks.rank"), (1, MOST_COLUMNS))
 LIMITS["shared_blocks.count"] = 1, MOST_BLOCKS
 LIMITS["streams.count"] = 2, MOST_STREAMS
+LIMITS |= {"hyper.count": (2, MOST_HYPER_STREAMS), "hyper.iterations": (1, MOST_ITERATIONS)}
+LIMITS |= dict.fromkeys(("compressed.query_rank", "compressed.output_rank"), (1, MOST_RANK))
+LIMITS["compressed.output_groups"] = 1, MOST_GROUPS
 POSITIVE = {"embedding_scale", "residual_scale", "logit_scale"}  # other numbers may be 0
 
 

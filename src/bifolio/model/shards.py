@@ -61,6 +61,8 @@ def check_size(config: ModelConfig, size: int) -> None:
     differ = any(layer.head_dim or layer.kv_heads or layer.kv_source is not None for layer in config.layers)
     if size > 1 and (differ or config.layer_inputs is not None or config.streams is not None):
         raise ConfigError("tensor_parallel_size must be 1: the layers of this model have heads or inputs that differ")
+    if size > 1 and config.compressed is not None:
+        raise ConfigError("tensor_parallel_size must be 1: layers of this model attend to compressed entries")
     if size > 1 and config.shared_blocks is not None:
         raise ConfigError("tensor_parallel_size must be 1: layers of this model share blocks of attention and an MLP")
     if size > 1 and config.value_size:

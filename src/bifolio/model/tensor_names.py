@@ -12,6 +12,13 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, Linear, Norm, Router
+from bifolio.model.compressed_tensors import (
+    CompressedNames,
+    assemble_compressed,
+    assemble_hyper,
+    assemble_layer_hyper,
+    read_table,
+)
 from bifolio.model.distance_bias import distance_bias
 from bifolio.model.fetch import Fetch, FetchVector, fetched_once, stacked_matrices
 from bifolio.model.latent_names import GGUF_LATENT, HF_LATENT, LatentNames
@@ -82,6 +89,7 @@ class TensorNames:
     layer_inputs: LayerInputNames | None = None
     streams: StreamNames | None = None
     shared: SharedNames | None = None
+    compressed: CompressedNames | None = None
     router_scale: str = ""  # with its suffix, as the next
     expert_scales: str = ""
     expert_norm: str = ""
@@ -168,6 +176,9 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         rope_scales=tuple(scale for _, scale in ropes),
         layer_inputs=assemble_layer_inputs(config, names.layer_inputs, fetch, vector),
         streams=assemble_streams(config, names.streams, fetch),
+        hyper=None
+        if names.compressed is None
+        else assemble_hyper(config, names.compressed.end, "", fetch, vector, ends=True),
     )
 
 
@@ -271,8 +282,11 @@ def _layer(
     ends_network = config.residual_norms and index == config.num_layers - 1  # its last norm is that of the network
     up, down = _mlp(config, names, index, linear)
     latent = assemble_latent(config, names.latent, index, prefix, fetch, vector) if attends else None
+    compressed = assemble_compressed(config, names.compressed, index, prefix, fetch, vector)
     dim, kv_heads, writes = config.head_size(index), config.kv_heads(index), config.kv_source(index) == index
     value_size = config.num_heads * (config.value_dim(index) if config.mla is None else config.mla.value_size)
+    if config.compressed is not None:
+        value_size = config.compressed.output_groups * config.compressed.output_rank
     sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.has_sinks(index) and attends else None
     query_norm = head_norm(names.query_norm, config.num_heads, attends)
     key_norm = head_norm(names.key_norm, kv_heads, attends and writes)
@@ -280,7 +294,9 @@ def _layer(
     return LayerWeights(
         shape=attention_shape(config, index, query_norm, key_norm, sinks, bias),
         attention_norm=attention_norm,
-        qkv=NO_LINEAR if latent is not None or not attends else _qkv(config, names, index, linear),
+        qkv=NO_LINEAR
+        if latent is not None or compressed is not None or not attends
+        else _qkv(config, names, index, linear),
         output=linear((names.output,), (d,), value_size, config.output_bias) if attends else NO_LINEAR,
         post_attention_norm=post_norm(names.post_attention_norm, mixes),
         mlp_norm=residual_norm(names.mlp_norm, has_mlp and config.has_mlp_norm and not ends_network),
@@ -290,7 +306,7 @@ def _layer(
         attention_sub_norm=sub_norm(names.attention_sub_norm, value_size, attends),
         mlp_sub_norm=sub_norm(names.mlp_sub_norm, config.mlp_size(index), has_mlp),
         rope=own_layer.rope if config.ropes else None,
-        moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
+        moe=_moe(config, names, index, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
         recurrent=recurrent,
         gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
@@ -303,6 +319,8 @@ def _layer(
         streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
         mlp_shift=None if own is None else assemble_mlp_shift(config, own.rwkv, index, prefix, vector),
         shared=assemble_shared_use(config, names.shared, index, prefix, home, fetch, vector),
+        compressed=compressed,
+        hyper=assemble_layer_hyper(config, names.compressed, prefix, fetch, vector),
     )
 
 
@@ -332,11 +350,14 @@ def _mlp(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[.
     return linear(names.shared_up, widths, d, False), linear((names.shared_down,), (d,), width, False)
 
 
-def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector) -> MoeWeights | None:
+def _moe(
+    config: ModelConfig, names: TensorNames, layer: int, prefix: str, fetch: Fetch, vector: FetchVector
+) -> MoeWeights | None:
     moe = config.moe
     if moe is None:
         return None
     d, width, count = config.hidden_size, moe.expert_size, moe.num_experts
+    is_hashed = config.layers[layer].hashed
 
     def of_experts(parts: tuple[str, ...], rows: int, columns: int) -> tuple[Linear, ...]:
         rows = rows * (2 if parts is names.expert_up and len(parts) == 1 and config.gated_mlp else 1)
@@ -362,7 +383,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             scoring=moe.scoring,
             renormalise=moe.renormalise,
             scale=moe.scale,
-            bias=vector(prefix + names.selection_bias, (count,)) if moe.selection_bias else None,
+            bias=vector(prefix + names.selection_bias, (count,)) if moe.selection_bias and not is_hashed else None,
             num_groups=moe.num_groups,
             top_groups=moe.top_groups,
             group_best=moe.group_best,
@@ -381,6 +402,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
         input_norm=norm(names.expert_norm),
         output_norm=norm(names.post_expert_norm),
         mlp_output_norm=norm(names.post_shared_norm),
+        table=read_table(config, names.compressed, prefix, vector) if is_hashed else None,
     )
 
 

@@ -14,6 +14,7 @@ from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, R
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.channel_scans import gated_units, selective_scan
 from bifolio.model.feed_forward import exchanged, feed_forward, joined, mlp, product
+from bifolio.model.hyper_connections import hyper_layers
 from bifolio.model.image_rows import given_rows
 from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import IndexWeights, LatentWeights
@@ -62,6 +63,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         for layer in weights.layers:
             x = stream_layer(weights, layer, x, inputs, batch, kernels, storage, rotations, carried)
         return merged_streams(weights.streams, x, config.hidden_size, kernels)
+    if weights.hyper is not None:
+        return hyper_layers(weights, x, batch, kernels, storage, rotations)
     if config.residual_norms:
         return residual_normed_layers(weights, x, batch, kernels, storage, rotations)
     _tap(weights, 0, x, batch, kernels)

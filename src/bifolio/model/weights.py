@@ -27,6 +27,7 @@ from bifolio.kernels.interface import (
     Shards,
     SharedMlp,
 )
+from bifolio.model.compressed_weights import CompressedWeights, HyperWeights
 from bifolio.model.image_rows import PLAIN_ROWS, RowLayout
 from bifolio.model.keyed_weights import KeyedWeights
 from bifolio.model.latent_weights import LatentWeights
@@ -70,6 +71,7 @@ class MoeWeights:
     input_norm: Norm | None = None
     output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None  # of the MLP beside the experts
+    table: Array | None = None  # i32[vocab, top_k]  the experts of a token by its id; None: its logits choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class LayerWeights:
     mlp_sub_norm: Norm | None = None  # of the product of gate and up
     mlp_shift: Recurrence | None = None  # a mix of each token with the one before it, in front of the MLP
     shared: SharedUse | None = None  # attention and MLP are a shared block in front of the recurrence
+    compressed: CompressedWeights | None = None  # attention to compressed entries, in place of `qkv`
+    hyper: tuple[HyperWeights, HyperWeights] | None = None  # around attention and around the MLP
 
     @property
     def has_attention(self) -> bool:
@@ -193,11 +197,12 @@ class ModelWeights:
     embedding_norm: Norm | None = None
     type_embedding: QuantizedTensor | Array | None = None  # [types, d]
     pooler: PoolerWeights | None = None  # from hidden states to vectors or scores; None: as `PoolingConfig` says alone
+    hyper: HyperWeights | None = None  # of the one stream behind all layers
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def tapped(self, taps: tuple[int, ...]) -> ModelWeights:
         """The weights of a network whose passes give out their hidden states after these numbers of layers."""
-        if self.streams is not None:
+        if self.streams is not None or self.hyper is not None:
             raise UnsupportedModelError(
                 "draft heads cannot read parallel residual streams: draft with n-grams or with a small model"
             )
@@ -219,8 +224,11 @@ class ModelWeights:
             found += [] if layer.inputs is None else layer.inputs.matrices()
             found += [] if layer.streams is None else layer.streams.matrices()
             found += [] if layer.shared is None else layer.shared.matrices()
+            found += [] if layer.compressed is None else layer.compressed.matrices()
+            found += [part for mixed in layer.hyper or () for part in mixed.logits.parts]
         for part in (self.layer_inputs, self.streams, self.pooler):
             found += [] if part is None else part.matrices()
+        found += [] if self.hyper is None else self.hyper.logits.parts
         found += [] if self.type_embedding is None else [self.type_embedding]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
@@ -261,6 +269,7 @@ def attention_shape(
         value_norm=_value_norm(config, layer),
         queries_only=config.kv_source(layer) != layer,
         top_k=0 if config.mla is None else config.mla.index_top_k,
+        has_entries=config.compressed is not None,
     )
 
 
@@ -315,6 +324,7 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         layer_inputs=None if weights.layer_inputs is None else weights.layer_inputs.prepared(kernels),
         streams=None if weights.streams is None else weights.streams.prepared(kernels),
+        hyper=None if weights.hyper is None else weights.hyper.prepared(kernels),
         prepared_for=kernels,
     )
 
@@ -365,6 +375,8 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet, shared: Prepare | Non
         streams=None if layer.streams is None else layer.streams.prepared(kernels),
         mlp_shift=None if layer.mlp_shift is None else kernels.prepare_recurrence(layer.mlp_shift),
         shared=None if layer.shared is None else layer.shared.prepared(kernels),
+        compressed=None if layer.compressed is None else layer.compressed.prepared(kernels),
+        hyper=None if layer.hyper is None else (layer.hyper[0].prepared(kernels), layer.hyper[1].prepared(kernels)),
     )
 
 
@@ -376,6 +388,7 @@ def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         or not layer.up.parts
         or layer.cutoff is not None
         or moe.scales_inputs
+        or moe.table is not None
         or moe.experts.host is not None
     ):
         return layer
@@ -407,6 +420,7 @@ def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
         mlp_output_norm=norm(moe.mlp_output_norm),
         experts=kernels.prepare_experts(moe.experts),
         shared_gate=None if moe.shared_gate is None else kernels.prepare_linear(moe.shared_gate),
+        table=None if moe.table is None else kernels.from_host(np.asarray(moe.table)),
     )
 
 

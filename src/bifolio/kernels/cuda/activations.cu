@@ -12,5 +12,10 @@ __device__ __forceinline__ float gated(float gate, float up, int activation) {
         up = fminf(fmaxf(up, -7.0f), 7.0f);
         return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
     }
+    if (activation == 5) {
+        gate = fminf(gate, 10.0f);
+        up = fminf(fmaxf(up, -10.0f), 10.0f);
+        return gate / (1.0f + __expf(-gate)) * up;
+    }
     return activate(gate, activation) * up;
 }

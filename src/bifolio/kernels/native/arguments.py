@@ -20,7 +20,7 @@ from bifolio.kernels.native.library import library
 from bifolio.kernels.recurrence import states_of
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "tanh": 5, "relu": 6,
-                    "sigmoid": 7}  # fmt: skip
+                    "sigmoid": 7, "silu_clamped": 8}  # fmt: skip
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 RECURRENCE_CODES = {"conv": 0, "delta": 1, "mamba": 2, "selective": 3, "lightning": 4, "lru": 5, "keyed": 6}
 

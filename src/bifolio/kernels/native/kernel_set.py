@@ -12,11 +12,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, PhaseError
-from bifolio.kernels import host_choice
+from bifolio.kernels import entries, host_choice
+from bifolio.kernels.entries import Entries
 from bifolio.kernels.host_arrays import HostArrays
+from bifolio.kernels.host_routing import route_rows
 from bifolio.kernels.interface import (
     Adapter,
     AdapterUse,
@@ -25,6 +28,7 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    Compressor,
     Experts,
     HeadLinear,
     Heads,
@@ -33,6 +37,8 @@ from bifolio.kernels.interface import (
     Network,
     Norm,
     Recurrence,
+    Router,
+    Routing,
     StepProgram,
     Storage,
 )
@@ -60,7 +66,7 @@ ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in produc
 TEMPORARY_BLOCK = 64  # tokens of a block of the temporary cache, for passes without a cache
 
 
-class NativeKernels(NativeOperations, HostArrays):
+class NativeKernels(Entries, NativeOperations, HostArrays):
     """Every operation of the network in the machine's best instruction set. Arrays are float32."""
 
     name = "native"
@@ -163,8 +169,9 @@ class NativeKernels(NativeOperations, HostArrays):
 
     # -- a whole step -------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The network as one native call; None: it has indexers, whose choice numpy makes."""
-        return None if any(shape.top_k for shape in network.shapes) else NativeProgram(self, network)
+        """The network as one native call; None: it has indexers or compressed entries, which numpy computes."""
+        of_numpy = any(shape.top_k or shape.has_entries for shape in network.shapes)
+        return None if of_numpy else NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
     @property
@@ -248,10 +255,37 @@ class NativeKernels(NativeOperations, HostArrays):
         """The keys that a query chose are gathered, and become the context of a sequence of its own."""
 
         def attend_rows(query: Array, keys: Array, shape: AttentionShape) -> Array:
-            storage, segment = gathered_cache(keys, segments[0])
+            storage, segment = gathered_cache(keys, np.full(len(keys), keys.shape[1], np.int32), segments[0])
             return self.attend(Heads(query, None, None), replace(shape, layer=0), (segment,), storage)
 
         return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage, attend_rows)
+
+    def attend_entries(
+        self,
+        query: Array,
+        key: Array,
+        entry_rows: Array | None,
+        chosen: Array | None,
+        compressor: Compressor | None,
+        shape: AttentionShape,
+        batch: Batch,
+        storage: Storage | None,
+    ) -> Array:
+        """The keys of a query are gathered, and become the context of a sequence of its own."""
+
+        def attend_rows(query: Array, keys: Array, lengths: NDArray[np.int32], shape: AttentionShape) -> Array:
+            storage, segment = gathered_cache(keys, lengths, batch.segments[0])
+            own = replace(shape, layer=0, window=None)
+            return self.attend(Heads(query, None, None), own, (segment,), storage)
+
+        given = query, key, entry_rows, chosen, compressor, shape, batch, storage
+        return entries.attend_entries(self, *given, attend_rows)
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        """Scores that the router in C++ lacks are those of numpy."""
+        if router.scoring == "sqrt_softplus" and isinstance(logits, np.ndarray):
+            return route_rows(logits, router)
+        return super().route(logits, router)
 
     def memory_of_ranks(self) -> Any:
         """The memory through which a program exchanges with other ranks."""
@@ -305,8 +339,10 @@ def temporary_cache(
     return storage, tuple(found)
 
 
-def gathered_cache(keys: Array, segment: AttentionSegment) -> tuple[Storage, AttentionSegment]:
-    """Keys [n, length, head size], which are the values, as contexts of n sequences with one query each."""
+def gathered_cache(
+    keys: Array, lengths: NDArray[np.int32], segment: AttentionSegment
+) -> tuple[Storage, AttentionSegment]:
+    """The first of keys [n, longest, head size], which are the values, as contexts of n sequences of one query each."""
     count, length, dim = keys.shape
     blocks = -(-length // TEMPORARY_BLOCK)
     storage = KVStorage(CacheLayout(1, count * blocks, TEMPORARY_BLOCK, 1, dim, "f32", shared_values=True))
@@ -317,7 +353,7 @@ def gathered_cache(keys: Array, segment: AttentionSegment) -> tuple[Storage, Att
         token_start=0,
         token_end=count,
         query_starts=np.arange(count + 1, dtype=np.int32),
-        context_lens=np.full(count, length, np.int32),
+        context_lens=lengths,
         block_tables=np.arange(count * blocks, dtype=np.int32).reshape(count, blocks),
         fresh=False,
         max_query_len=1,

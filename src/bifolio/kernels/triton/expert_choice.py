@@ -82,8 +82,9 @@ def _route_kernel(
 
 
 def can_route(router: Router, num_logits: int) -> bool:
-    """Whether `route` can choose: no groups of experts, no factors of experts, not too many of them."""
+    """Whether `route` can choose: no groups of experts, no factors of experts, usual scores, not too many."""
     plain = router.top_groups == router.num_groups and router.expert_scales is None and not router.band
+    plain = plain and router.scoring != "sqrt_softplus"
     return plain and _num_choices(router, num_logits) <= MOST_SORTED_EXPERTS
 
 

@@ -52,6 +52,7 @@ from bifolio.kernels.triton.adapted_products import adapted
 from bifolio.kernels.triton.adapter_slots import OF_EXPERTS
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
+from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
@@ -69,7 +70,7 @@ from bifolio.quant.tensor import QuantizedTensor
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
-class TritonKernels(TorchArrays):
+class TritonKernels(TensorEntries, TorchArrays):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
 
     The torch set that it holds prepares dense weights and multiplies many rows.
@@ -144,8 +145,8 @@ class TritonKernels(TorchArrays):
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
         if self.has_host_experts:
             return None  # a captured step cannot wait for experts on the host
-        if any(shape.top_k for shape in network.shapes):
-            return None  # the host cuts contexts into those that an indexer reads and others
+        if any(shape.top_k or shape.has_entries for shape in network.shapes):
+            return None  # the host cuts contexts into those that an indexer reads and others, and finds entries
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 

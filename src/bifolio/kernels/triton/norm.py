@@ -13,7 +13,7 @@ import triton.language as tl
 from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4, "silu_clamped": 5}
 
 
 @triton.jit
@@ -106,6 +106,10 @@ def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor
         gate = tl.minimum(gate, 7.0)  # SWIGLU_LIMIT and SWIGLU_SLOPE
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    if ACTIVATION == 5:
+        gate = tl.minimum(gate, 10.0)  # SILU_LIMIT
+        up = tl.minimum(tl.maximum(up, -10.0), 10.0)
+        return gate / (1.0 + tl.exp(-gate)) * up
     return activate(gate, ACTIVATION) * up
 
 

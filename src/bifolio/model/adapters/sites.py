@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bifolio.kernels.interface import NO_SITE, Experts, Linear, ProductShape
+from bifolio.model.compressed_weights import CompressedWeights
 from bifolio.model.weights import LayerWeights, ModelWeights
 
 EXPERTS = "experts"
 ROLES = (
     "qkv", "output", "up", "down", "gate", "recurrent_input", "recurrent_output",
-    "router", "shared_gate", "query_down", "query", "latent", EXPERTS,
+    "router", "shared_gate", "query_down", "query", "latent", EXPERTS, "entries", "index_query", "index_entries",
 )  # fmt: skip
 
 ChangeLinear = Callable[[str, Linear], Linear]
@@ -56,6 +57,7 @@ def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: 
     if latent is not None:
         down = optional("query_down", latent.query_down)
         latent = replace(latent, query_down=down, query=own("query", latent.query), latent=own("latent", latent.latent))
+    compressed = None if layer.compressed is None else _changed_compressed(layer.compressed, own)
     return replace(
         layer,
         qkv=unshared("qkv", layer.qkv),
@@ -66,7 +68,20 @@ def changed_products(layer: LayerWeights, change: ChangeLinear, change_experts: 
         recurrent=recurrent,
         moe=moe,
         latent=latent,
+        compressed=compressed,
     )
+
+
+def _changed_compressed(own: CompressedWeights, change: ChangeLinear) -> CompressedWeights:
+    """The projections of queries, keys, entries and indexers; not those of groups of heads."""
+    rows, index = own.compressor, own.index
+    if rows is not None:
+        rows = replace(rows, rows=change("entries", rows.rows))
+    if index is not None:
+        entries = replace(index.compressor, rows=change("index_entries", index.compressor.rows))
+        index = replace(index, query=change("index_query", index.query), compressor=entries)
+    down, query, key = change("query_down", own.query_down), change("query", own.query), change("latent", own.key)
+    return replace(own, query_down=down, query=query, key=key, compressor=rows, index=index)
 
 
 def product_shapes(weights: ModelWeights) -> dict[int, ProductShape]:

@@ -44,6 +44,8 @@ class Mix:
 
     def format_of(self, source: NamedTensor, config: ModelConfig, *, has_importance: bool) -> QuantFormat:
         """The format of a tensor in the file."""
+        if source.kind == "numbers":
+            return QuantFormat.I32
         if len(source.tensor.shape) < 2 or source.kind in ("norm", "bias", "positions", "router", "state"):
             return QuantFormat.F32
         return _fitting(self._wanted(source, config, has_importance), source.tensor.shape[-1])

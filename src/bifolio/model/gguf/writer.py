@@ -129,6 +129,8 @@ def converted(
     """Convert a tensor for the file; an error names the tensor if its values exceed the range of the format."""
     if format in SEARCHED_FORMATS:
         return encoded(source.rearranged(), format, source.name, importance)
+    if format is QuantFormat.I32:
+        return source.rearranged()
     tensor = quickly_converted(source.rearranged(), format, source.name)
     if format in (QuantFormat.F32, QuantFormat.BF16):
         for start in range(0, tensor.num_rows, PANEL_ROWS):
