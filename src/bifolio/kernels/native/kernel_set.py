@@ -15,14 +15,12 @@ import numpy as np
 
 from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, PhaseError
-from bifolio.kernels import host_choice
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Adapter,
     AdapterUse,
     Array,
     AttentionPhase,
-    AttentionSegment,
     AttentionShape,
     Batch,
     Experts,
@@ -33,6 +31,7 @@ from bifolio.kernels.interface import (
     Network,
     Norm,
     Recurrence,
+    Segments,
     StepProgram,
     Storage,
 )
@@ -163,8 +162,8 @@ class NativeKernels(NativeOperations, HostArrays):
 
     # -- a whole step -------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The network as one native call; None: it has indexers, whose choice numpy makes."""
-        return None if any(shape.top_k for shape in network.shapes) else NativeProgram(self, network)
+        """The network as one native call."""
+        return NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
     @property
@@ -199,7 +198,7 @@ class NativeKernels(NativeOperations, HostArrays):
         ids: Array | None = None,
         positions: Array | None = None,
         slots: Array | None = None,
-        segments: tuple[AttentionSegment, ...] = (),
+        segments: Segments = (),
         states: Batch | None = None,
         adapters: AdapterUse | None = None,
         storage: Storage | None = None,
@@ -217,41 +216,16 @@ class NativeKernels(NativeOperations, HostArrays):
             found["slots"] = None if slots is None else np.ascontiguousarray(slots, np.int64)
         return found
 
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
-    ) -> Array:
-        if storage is None or any(segment.block_tables is None for segment in segments):
-            if any(segment.phase is AttentionPhase.DECODE for segment in segments):
-                raise PhaseError("decode reads the cache: pass a storage and block tables")
-            storage, segments = temporary_cache(heads, shape, segments)
-            shape = replace(shape, layer=0)
-        return super().attend(heads, shape, segments, storage)
-
-    def choose(
-        self,
-        heads: Heads,
-        weights: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        return host_choice.choose(heads, weights, shape, segments, storage)
-
-    def attend_chosen(
-        self,
-        heads: Heads,
-        chosen: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        """The keys that a query chose are gathered, and become the context of a sequence of its own."""
-
-        def attend_rows(query: Array, keys: Array, shape: AttentionShape) -> Array:
-            storage, segment = gathered_cache(keys, segments[0])
-            return self.attend(Heads(query, None, None), replace(shape, layer=0), (segment,), storage)
-
-        return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage, attend_rows)
+    def cached(
+        self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None
+    ) -> tuple[AttentionShape, Segments, Storage | None]:
+        """The batch's own keys and values become a cache where it has none."""
+        if storage is not None and all(segment.block_tables is not None for segment in segments):
+            return shape, segments, storage
+        if any(segment.phase is AttentionPhase.DECODE for segment in segments):
+            raise PhaseError("decode reads the cache: pass a storage and block tables")
+        storage, segments = temporary_cache(heads, shape, segments)
+        return replace(shape, layer=0), segments, storage
 
     def memory_of_ranks(self) -> Any:
         """The memory through which a program exchanges with other ranks."""
@@ -283,9 +257,7 @@ class NativeKernels(NativeOperations, HostArrays):
         return self._states[storage]
 
 
-def temporary_cache(
-    heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...]
-) -> tuple[Storage, tuple[AttentionSegment, ...]]:
+def temporary_cache(heads: Heads, shape: AttentionShape, segments: Segments) -> tuple[Storage, Segments]:
     """The batch's own keys and values as a cache of one layer, for passes without a cache."""
     size, next_block, found = TEMPORARY_BLOCK, 0, []
     index = np.empty(len(heads.query), np.int64)
@@ -303,28 +275,6 @@ def temporary_cache(
     storage = KVStorage(CacheLayout(1, next_block, size, shape.num_kv_heads, shape.head_dim, "f32"))
     storage.write(0, index, heads.key, heads.value)
     return storage, tuple(found)
-
-
-def gathered_cache(keys: Array, segment: AttentionSegment) -> tuple[Storage, AttentionSegment]:
-    """Keys [n, length, head size], which are the values, as contexts of n sequences with one query each."""
-    count, length, dim = keys.shape
-    blocks = -(-length // TEMPORARY_BLOCK)
-    storage = KVStorage(CacheLayout(1, count * blocks, TEMPORARY_BLOCK, 1, dim, "f32", shared_values=True))
-    storage.keys[0].reshape(count, -1, dim)[:, :length] = keys
-    own = replace(
-        segment,
-        phase=AttentionPhase.DECODE,
-        token_start=0,
-        token_end=count,
-        query_starts=np.arange(count + 1, dtype=np.int32),
-        context_lens=np.full(count, length, np.int32),
-        block_tables=np.arange(count * blocks, dtype=np.int32).reshape(count, blocks),
-        fresh=False,
-        max_query_len=1,
-        max_context_len=length,
-        causal=True,
-    )
-    return storage, own
 
 
 def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:
