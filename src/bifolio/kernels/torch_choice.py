@@ -29,16 +29,23 @@ class TorchChoice(PagedAttentionKernel):
         query = heads.query
         found = torch.full((query.shape[0], shape.top_k), -1, dtype=torch.int32, device=query.device)
         for part in self._splits.of(segments, shape.top_k).choosing:
-            positions = torch.arange(part.seen + part.stop - part.start - 1, device=query.device)
-            keys = part.keys(heads, shape.layer, storage, positions).float()
-            for rows, seen in self._pieces(part, shape.num_heads * len(positions)):
-                scores = torch.relu(query[rows].float() @ keys[: seen[-1]].T * shape.scale)  # [n, heads, L]
-                ranked = torch.einsum("nh,nhl->nl", weights[rows].float(), scores)
-                ends = torch.arange(seen[0], seen[-1] + 1, device=query.device)
-                ranked = ranked.masked_fill(positions[: seen[-1]] >= ends[:, None], -torch.inf)
+            for rows, ranked in self.index_scores(part, heads, weights, shape, storage):
                 best = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : shape.top_k]
                 found[rows] = best.sort(dim=-1).values.to(torch.int32)
         return found
+
+    def index_scores(
+        self, part: ChoosingQueries, heads: Heads, weights: Array, shape: AttentionShape, storage: Storage | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows of the batch, and their scores of all positions: f32[n, L], -inf where a query does not see one."""
+        query = heads.query
+        positions = torch.arange(part.seen + part.stop - part.start - 1, device=query.device)
+        keys = part.keys(heads, shape.layer, storage, positions).float()
+        for rows, seen in self._pieces(part, shape.num_heads * len(positions)):
+            scores = torch.relu(query[rows].float() @ keys[: seen[-1]].T * shape.scale)  # [n, heads, L]
+            ranked = torch.einsum("nh,nhl->nl", weights[rows].float(), scores)
+            ends = torch.arange(seen[0], seen[-1] + 1, device=query.device)
+            yield rows, ranked.masked_fill(positions[: seen[-1]] >= ends[:, None], -torch.inf)
 
     def attend_chosen(
         self, heads: Heads, chosen: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
@@ -59,8 +66,11 @@ class TorchChoice(PagedAttentionKernel):
         return mixed
 
     def _pieces(self, part: ChoosingQueries, values: int) -> Iterator[tuple[slice, range]]:
-        """The rows of a part in pieces, each with the numbers of positions that its queries see."""
-        size = 1 if self.deterministic else max(MOST_VALUES // values, 1)
-        for start in range(part.start, part.stop, size):
-            stop, first = min(start + size, part.stop), part.seen + start - part.start
-            yield slice(start, stop), range(first, first + stop - start)
+        return pieces(part, 1 if self.deterministic else max(MOST_VALUES // values, 1))
+
+
+def pieces(part: ChoosingQueries, size: int) -> Iterator[tuple[slice, range]]:
+    """The rows of a part in pieces, each with the numbers of positions that its queries see."""
+    for start in range(part.start, part.stop, size):
+        stop, first = min(start + size, part.stop), part.seen + start - part.start
+        yield slice(start, stop), range(first, first + stop - start)

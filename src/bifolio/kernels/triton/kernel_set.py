@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from bifolio.kernels.interface import (
     Storage,
     XieluCoefficients,
 )
+from bifolio.kernels.query_split import ChoosingQueries
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_adapters import adapted_logits
@@ -52,6 +53,7 @@ from bifolio.kernels.triton.adapter_slots import OF_EXPERTS
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.expert_choice import can_route, route
+from bifolio.kernels.triton.index_scores import paged_scores
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
@@ -346,6 +348,14 @@ class TritonKernels(TorchArrays, TorchChoice):
         self, heads: Heads, weights: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
     ) -> Array:
         return super().choose(heads, tensor(weights), shape, segments, storage)
+
+    def index_scores(
+        self, part: ChoosingQueries, heads: Heads, weights: Array, shape: AttentionShape, storage: Storage | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """From the blocks of the cache; several queries at once also if the set is deterministic."""
+        if storage is None or part.table is None:
+            return super().index_scores(part, heads, weights, shape, storage)
+        return paged_scores(part, heads.query, weights, shape, storage)
 
     def stage_states(self, states: StagedStates) -> None:
         """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""
