@@ -36,7 +36,7 @@ class Attention {
     gather_rows(unit, query, begin, end, slopes);
     if (shape_.bias) gather_biases(unit, position, bias);
     const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap, shape_.slopes ? slopes : nullptr,
-                             shape_.bias ? bias : nullptr, position, shape_.reach};
+                             shape_.bias ? bias : nullptr, position, shape_.reach, nullptr};
     if (unit.span >= 0) {
       attend_span(unit, unit.span, rows, kernel_scratch);
       store_partials(unit, rows);
@@ -139,7 +139,7 @@ class Attention {
       const AttentionRows part{(next - i) * group_, rows.query + row * shape_.head_dim, rows.begin + row, rows.end + row,
                                rows.maximum + row, rows.total + row, rows.mixed + row * padded_, rows.softcap,
                                rows.slopes ? rows.slopes + row : nullptr, rows.bias ? rows.bias + row : nullptr,
-                               rows.position + row, rows.reach};
+                               rows.position + row, rows.reach, queries[i].chosen};
       if (unit.kv_head == 0) count_shared(queries + i, queries + next, begin, shared, part);
       kernels().attend_part(kv_, unit.kv_head, queries[i].table, begin, shared, part, scratch);
       if (shared < end) attend_between(unit, i, next, shared, end, rows, scratch);
@@ -222,6 +222,27 @@ std::vector<Query> order_queries(Phase phase, const std::vector<Segment>& segmen
 }  // namespace
 
 int64_t shared_tokens() { return tokens_shared.load(std::memory_order_relaxed); }
+
+namespace {
+
+std::vector<Query> over_chosen(std::vector<Query> queries, Rows chosen, int64_t top_k) {
+  bool was_chosen = false;  // the context of the query before, which then has no blocks to share
+  for (Query& query : queries) {
+    const bool chooses = query.position >= top_k;
+    if (chooses || was_chosen) query.shared = 0;
+    if (chooses) query.position = top_k - 1, query.end = query.length = top_k, query.chosen = chosen_row(chosen, query.token);
+    was_chosen = chooses;
+  }
+  return queries;
+}
+
+}  // namespace
+
+Queries Queries::over(Rows chosen, int64_t top_k) const {
+  Queries found = *this;
+  found.prefill = over_chosen(prefill, chosen, top_k), found.decode = over_chosen(decode, chosen, top_k);
+  return found;
+}
 
 Queries::Queries(const std::vector<Segment>& segments, int64_t block_size, bool share)
     : prefill(order_queries(Phase::Prefill, segments, block_size, share)),

@@ -18,7 +18,7 @@ namespace bifolio {
 namespace nb = nanobind;
 
 constexpr int64_t kMaxHeads = 1 << 16, kMaxHeadDim = 1 << 12, kMaxLayers = 1 << 16;  // so that products of them stay exact
-constexpr int64_t kMaxExperts = 1 << 16, kMaxSites = 1 << 20;
+constexpr int64_t kMaxExperts = 1 << 16, kMaxSites = 1 << 20, kMaxChoice = 1 << 24;
 constexpr int64_t kMaxWidth = INT32_MAX;             // numbers of a matrix row
 
 template <class... Parts>

@@ -21,6 +21,8 @@
 //                   weights. The weights p of a tile become bytes too: q = round_to_even(p * d_v * (127 / m)),
 //                   m = max(1e-30, max of p * d_v); the output grows by fma(float(sum of q * v), m * (1 / 127), .)
 //                   A bf16 cache on AMX has an arithmetic of its own: see kernels/attention_tiles.h.
+//   indexers        a score of a position: that of attention for each head, then a chain of fma over the heads (IndexRows), also on
+//                   AMX. Attention to chosen positions is that to a context which consists of them.
 #pragma once
 
 #include <cmath>
@@ -228,11 +230,23 @@ struct AttentionRows {
   const float* const* bias = nullptr;  // [count] of distance 0, in a table from -reach to reach that is added to scores; null: none
   const int64_t* position = nullptr;   // [count] from which distances are counted
   int64_t reach = 0;                   // larger distances have the bias of this one
+  const int32_t* chosen = nullptr;     // the positions of the context that are those of the rows, in order; null: all, from 0 on
 
   void clear(int64_t padded) const {
     for (int64_t r = 0; r < count; ++r) maximum[r] = -INFINITY, total[r] = 0.0f;
     std::memset(mixed, 0, size_t(count * padded) * sizeof(float));
   }
+};
+
+// Queries of one sequence with all heads of an indexer, whose keys have one head:
+//   scores[position] = sum over heads of weights[head] * max(0, query[head] . key[position]), by fma, heads ascending
+// The product is computed like a score of attention, on every instruction set from floats or bytes.
+struct IndexRows {
+  int64_t count, heads;  // count * heads is at most kMaxRows
+  const float* query;    // [count][heads][head_dim], scaled
+  const float* weights;  // [count][heads]
+  float* scores;         // [count][stride]; of the last tile also behind the last position
+  int64_t stride;
 };
 
 // Some channels of one token of a causal convolution: out = silu(y) or gate * y, where y = bias + sum of input * weight, the oldest
@@ -345,6 +359,9 @@ struct KernelTable {
 
   // Add the state (m, l, a) of a later span to (M, L, A).
   void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);
+
+  // Scores of the positions [begin, end); begin is the start of a tile.
+  void (*score_index)(const KvLayer& kv, const int32_t* block_table, int64_t begin, int64_t end, const IndexRows& rows, uint8_t* scratch);
 
   // Copy some columns of a tile of at most kFloatTileRows rows: out[column][row]. Null: products read rows of floats as they are.
   void (*pack_rows)(const float* x, int64_t x_stride, int64_t rows, int64_t columns, float* out);

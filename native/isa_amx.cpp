@@ -49,6 +49,7 @@ static void configure(const TileConfig& config) {
 #include "kernels/matmul_tiles.h"
 #include "kernels/matmul_few_on_tiles.h"
 #include "kernels/x86_attention.h"
+#include "kernels/index_scores.h"
 #define BIFOLIO_OWN_TILE_ATTENTION
 #include "kernels/attention_tiles.h"
 #include "kernels/attention_few_on_tiles.h"

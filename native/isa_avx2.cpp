@@ -22,6 +22,7 @@ namespace {
 #include "kernels/avx2_expand.h"
 #include "kernels/matmul_int.h"
 #include "kernels/x86_attention.h"
+#include "kernels/index_scores.h"
 
 int64_t peak_loop(bool bytes) {
   constexpr int64_t rounds = 1 << 19;

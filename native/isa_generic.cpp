@@ -47,6 +47,7 @@ static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, 
 
 #include "kernels/matmul_int.h"
 #include "kernels/attention.h"
+#include "kernels/index_scores.h"
 #ifdef BIFOLIO_SOFTWARE_TILES
 #include "simd/software_tiles.h"
 #include "kernels/matmul_tiles.h"

@@ -344,6 +344,7 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
 }
 
 #include "kernels/neon_attention.h"
+#include "kernels/index_scores.h"
 
 
 int64_t peak_loop(bool bytes) {

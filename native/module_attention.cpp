@@ -125,8 +125,7 @@ Register rope_and_write(ProgramHolder& self, Register qkv, Register cosine, Regi
 
 // Queries are the leading columns of a row; keys and values of all tokens are already in the cache.
 Register record_attend(ProgramHolder& self, Register query, int64_t layer, const AttentionConstants& shape) {
-  self.require_tokens("query", query);
-  if (self.program.width(query) != shape.query_width()) self.require_register("query", query, shape.qkv_width());
+  self.require_queries(query, shape);
   self.add_attention(layer, shape);
   self.attends = true;
   return self.record("attend", {query}, self.program.like(query, shape.query_width()), [=](const Call& c) {
@@ -134,11 +133,61 @@ Register record_attend(ProgramHolder& self, Register query, int64_t layer, const
   });
 }
 
+// Of chosen positions there is no distance from the query.
+void require_choosing(const AttentionConstants& shape) {
+  require(shape.top_k > 0, "the shape chooses no positions and must be made with choosing");
+  require(shape.num_kv_heads == 1, "the shape has ", shape.num_kv_heads, " kv heads and must have 1, as it chooses positions");
+  require(shape.window == 0 && !shape.bidirectional && !shape.slopes && !shape.bias && shape.temperature == 0.0f,
+          "the shape chooses positions and must have no window, slopes, bias or temperature, and not look both ways");
+}
+
+// Queries are the leading columns of a row, weights one for each head; the keys of all tokens are already in the cache. A row of the
+// result holds positions as bits of floats.
+Register record_choose(ProgramHolder& self, Register query, Register weights, int64_t layer, const AttentionConstants& shape) {
+  require_choosing(shape);
+  self.require_queries(query, shape);
+  self.require_tokens("weights", weights);
+  self.require_register("weights", weights, shape.num_heads);
+  self.add_attention(layer, shape);
+  self.attends = true;
+  const Register chosen = self.program.like(query, shape.top_k);
+  self.choices.insert(chosen);
+  return self.record("choose", {query, weights}, chosen, [=](const Call& c) {
+    choose(c.m, c.in(0), c.in(1), shape, *c.step.queries, (*c.step.layers)[size_t(layer)], c.out(), c.workspace);
+  });
+}
+
+// `chosen` is of choose, or rows of the caller that are checked when the program runs.
+Register record_attend_chosen(ProgramHolder& self, Register query, Register chosen, int64_t layer, const AttentionConstants& shape) {
+  require_choosing(shape);
+  self.require_queries(query, shape);
+  self.require_tokens("chosen", chosen);
+  self.require_register("chosen", chosen, shape.top_k);
+  if (!self.choices.count(chosen)) {
+    require(self.program.array(chosen) >= 0, "chosen is register ", chosen, " and must be one that choose or given returned");
+    self.given_choices.push_back(chosen);
+  }
+  self.add_attention(layer, shape);
+  self.attends = true;
+  return self.record("attend_chosen", {query, chosen}, self.program.like(query, shape.query_width()), [=](const Call& c) {
+    attend(c.m, c.in(0), shape, c.step.queries->over(c.in(1), shape.top_k), (*c.step.layers)[size_t(layer)], c.out(), c.workspace);
+  });
+}
+
 }  // namespace
+
+void require_choices(const Queries& queries, Rows chosen) {
+  for (const std::vector<Query>* phase : {&queries.prefill, &queries.decode})
+    for (const Query& query : *phase)
+      if (query.position >= chosen.width)
+        require_elements("chosen", chosen_row(chosen, query.token), size_t(chosen.width), query.position + 1, "the positions that the query sees");
+}
 
 void bind_attention(ProgramClass& program) {
   program.def("rope_and_write", recording(&rope_and_write), "qkv"_a, "cosine"_a, "sine"_a, "layer"_a, "shape"_a)
-      .def("attend", recording(&record_attend), "query"_a, "layer"_a, "shape"_a);
+      .def("attend", recording(&record_attend), "query"_a, "layer"_a, "shape"_a)
+      .def("choose", recording(&record_choose), "query"_a, "weights"_a, "layer"_a, "shape"_a)
+      .def("attend_chosen", recording(&record_attend_chosen), "query"_a, "chosen"_a, "layer"_a, "shape"_a);
 }
 
 }  // namespace bifolio

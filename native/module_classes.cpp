@@ -195,6 +195,12 @@ void bind_classes(nb::module_& m) {
         copy.sinks = sinks.data();
         return copy;
       }, array("sinks"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>())
+      .def("choosing", [](const AttentionConstants& self, int64_t top_k) {
+        AttentionConstants copy = self;
+        require_between("top_k", top_k, 1, kMaxChoice);
+        copy.top_k = top_k;
+        return copy;
+      }, "top_k"_a, nb::keep_alive<0, 1>())
       .def("both_ways", [](const AttentionConstants& self) {
         AttentionConstants copy = self;
         copy.bidirectional = true;

@@ -103,6 +103,8 @@ void set_cache(const ProgramHolder& self, BatchArrays& batch, const CacheHolder*
   for (const auto& [layer, shape] : self.attentions) cache->require_layer(layer, shape);
   batch.step.layers = &cache->layers;
   if (self.attends) batch.step.queries = &batch.queries.emplace(queries_of(segments, batch.step.num_tokens, *cache, share, batch.tables));
+  for (const Register chosen : self.given_choices)
+    require_choices(*batch.queries, rows_of(batch.given[size_t(self.program.array(chosen))]));
 }
 
 void set_states(const ProgramHolder& self, BatchArrays& batch, const CacheHolder* cache, const StatesHolder* states, nb::handle starts,

@@ -23,6 +23,8 @@ struct ProgramHolder {
   std::vector<std::pair<int64_t, const RecurrenceWeights*>> recurrences;
   std::map<Register, int64_t> routings;  // registers of route, and the number of experts
   std::vector<std::pair<Register, int64_t>> given_routings;  // given registers that name experts, and their number
+  std::set<Register> choices;           // registers of choose
+  std::vector<Register> given_choices;  // given registers that hold chosen positions
   std::vector<std::tuple<int64_t, int64_t, int64_t>> adapted;                  // site, inputs and outputs of each product
   std::vector<std::pair<int64_t, const ExpertWeights*>> adapted_experts;     // by site
   std::vector<int64_t> adapted_tables;                                       // width of each embedding that adapters change
@@ -44,6 +46,10 @@ struct ProgramHolder {
   void require_tokens(const char* name, Register x) const {
     require_register(name, x);
     require(!program.of_logit_rows(x), name, " has one row for each logit row and must have one for each token");
+  }
+  void require_queries(Register query, const AttentionConstants& shape) const {  // in the leading columns of a row
+    require_tokens("query", query);
+    if (program.width(query) != shape.query_width()) require_register("query", query, shape.qkv_width());
   }
   void require_rows_alike(const char* name, Register x, const char* other, Register y) const {
     require_register(name, x);
@@ -83,6 +89,9 @@ auto recording(Result (*record)(ProgramHolder&, Arguments...)) {
     return record(self, static_cast<Arguments>(arguments)...);
   };
 }
+
+// Positions that were chosen for queries are ones that the queries see.
+void require_choices(const Queries& queries, Rows chosen);
 
 // Adds the changes of the adapters of rows at a site.
 void add_changes(const Call& c, Rows y, Rows x, int64_t site, bool of_logit_rows);

@@ -47,6 +47,7 @@ struct AttentionConstants {
   bool causal = false;           // a query sees no later position in segments that are not causal, either
   const float* bias = nullptr;   // [num_heads][2 * reach + 1] added to scores, by the position of the key minus that of the query; null: none
   int64_t reach = 0;             // larger distances have the bias of this one
+  int64_t top_k = 0;             // positions that an indexer chooses for a query that sees more; 0: there is none
 
   float scale_at(int64_t position) const {
     return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + (position + temperature_start) / temperature_period)));
@@ -81,12 +82,14 @@ struct Query {
   const int32_t* table;  // blocks of its context
   int64_t shared;        // leading tokens that lie in the same blocks as those of the query before; INT64_MAX within a sequence
   int64_t length;        // of its context
+  const int32_t* chosen = nullptr;  // positions that are its context, in order; null: all of the sequence
 };
 
 // The queries of all segments by phase, ordered so that contexts that begin with the same blocks are neighbours.
 // share = false: as if no two contexts had a block in common.
 struct Queries {
   Queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
+  Queries over(Rows chosen, int64_t top_k) const;  // those that see more than top_k positions: over the chosen ones alone
   std::vector<Query> prefill, decode;
 };
 
@@ -115,6 +118,12 @@ bool can_activate(const LinearWeights& pair, const LinearWeights& last, int64_t 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,
             Workspace& workspace);
+
+// The positions that the heads of an indexer choose for each query (choice.cpp), as i32[top_k] in a row of `out`, ascending: those of the
+// largest scores (IndexRows), of equal ones the first. -1: the query sees no more than top_k positions.
+void choose(Member& m, Rows query, Rows weights, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,
+            Workspace& workspace);
+inline const int32_t* chosen_row(Rows chosen, int64_t row) { return reinterpret_cast<const int32_t*>(chosen.row(row)); }
 
 // Tokens that attention did not have to read, since the start of the process: the tokens of a shared prefix count once for
 // each sequence but the first, in every layer.

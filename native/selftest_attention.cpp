@@ -57,6 +57,87 @@ void check_parts() {
         }
 }
 
+// A cache of one head whose values are its keys, in blocks of mixed order.
+struct SharedCache {
+  SharedCache(KvType type, int64_t dim, int64_t blocks, int64_t block_size) : bytes(size_t(blocks * block_size) * row_bytes(type, dim)) {
+    for (int64_t i = 0; i < blocks * block_size; ++i)
+      kGenericKernels.store_kv_row(normal(size_t(dim)).data(), dim, type, bytes.data() + size_t(i) * row_bytes(type, dim));
+    for (int32_t i = 0; i < blocks; ++i) table.push_back((i * 5 + 3) % int32_t(blocks));
+    layer = {type, bytes.data(), bytes.data(), block_size, 1, dim, row_bytes(type, dim)};
+  }
+  static size_t row_bytes(KvType type, int64_t dim) {
+    return type == KvType::Q8_0 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == KvType::F32 ? 4 : 2);
+  }
+  std::vector<uint8_t> bytes;
+  std::vector<int32_t> table;
+  KvLayer layer{};
+};
+
+// Scores of an indexer in every instruction set, and each query's alone.
+void check_index(const SharedCache& cache, int64_t queries, int64_t heads) {
+  const int64_t dim = cache.layer.head_dim, context = 201, stride = round_up(context, kTile);
+  const auto query = normal(size_t(queries * heads * dim)), weights = normal(size_t(queries * heads));
+  const auto score = [&](int64_t first, int64_t count, int64_t begin) {
+    std::vector<float> scores(size_t(count * stride)), found;
+    std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
+    const IndexRows rows{count, heads, query.data() + first * heads * dim, weights.data() + first * heads, scores.data(), stride};
+    kernels().score_index(cache.layer, cache.table.data(), begin, context, rows, scratch.data());
+    for (int64_t i = 0; i < count; ++i) found.insert(found.end(), scores.begin() + i * stride + begin, scores.begin() + i * stride + context);
+    return found;
+  };
+  char name[80];
+  std::snprintf(name, sizeof name, "index kv%d queries %lld heads %lld", int(cache.layer.type), (long long)queries, (long long)heads);
+  check(name, 0, [&] { return score(0, queries, 0); });
+  for (const std::string& isa : available_isas()) {
+    set_isa(isa);
+    const auto all = score(0, queries, 0), last = score(queries - 1, 1, 64);
+    report(std::string(name) + " alone", isa, compare(last, {all.end() - (context - 64), all.end()}), 0, true);
+  }
+  set_isa("");
+}
+
+// Attention to chosen positions in every instruction set: equal to that to a cache of these alone.
+void check_chosen(const SharedCache& cache, int64_t rows) {
+  const KvLayer& kv = cache.layer;
+  const int64_t dim = kv.head_dim, padded = round_up(dim, 16), count = 77;
+  std::vector<uint8_t> own(size_t(96) * kv.row_bytes);
+  std::vector<int32_t> chosen, blocks = {0, 1, 2};
+  for (int32_t i = 0; i < count; ++i) {
+    chosen.push_back(i * 3 + i % 2);
+    const int64_t row = cache.table[size_t(chosen.back() / kv.block_size)] * kv.block_size + chosen.back() % kv.block_size;
+    std::memcpy(own.data() + size_t(i) * kv.row_bytes, kv.keys + size_t(row) * kv.row_bytes, kv.row_bytes);
+  }
+  const KvLayer few{kv.type, own.data(), own.data(), 32, 1, dim, kv.row_bytes};
+  const auto query = normal(size_t(rows * dim), 2.4f / std::sqrt(float(dim)));
+  const std::vector<int64_t> begin(size_t(rows), 0), end(size_t(rows), count);
+  const auto attend_rows = [&](const KvLayer& layer, const int32_t* table, const int32_t* positions) {
+    std::vector<float> maximum(rows), total(rows), mixed(rows * padded);
+    std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
+    AttentionRows state{rows, query.data(), begin.data(), end.data(), maximum.data(), total.data(), mixed.data()};
+    state.chosen = positions;
+    state.clear(padded);
+    kernels().attend_part(layer, 0, table, 0, kSpan, state, scratch.data());
+    mixed.insert(mixed.end(), total.begin(), total.end());
+    return mixed;
+  };
+  char name[80];
+  std::snprintf(name, sizeof name, "chosen kv%d rows %lld", int(kv.type), (long long)rows);
+  for (const std::string& isa : available_isas()) {
+    set_isa(isa);
+    report(name, isa, compare(attend_rows(kv, cache.table.data(), chosen.data()), attend_rows(few, blocks.data(), nullptr)), 0, true);
+  }
+  set_isa("");
+}
+
+void check_choices() {
+  for (int type = 0; type < 4; ++type)
+    for (int64_t block_size : {16, 5}) {
+      const SharedCache cache(KvType(type), 96, 256 / block_size + 1, block_size);
+      for (int64_t heads : {1, 4, 7, 32}) check_index(cache, 4, heads);
+      for (int64_t rows : {1, 3, 4, 20, 64}) check_chosen(cache, rows);
+    }
+}
+
 // A NaN in a query must stay NaN.
 void check_nan() {
   const int64_t dim = 64;
@@ -134,6 +215,7 @@ void check_plans() {
 
 void check_attention() {
   check_parts();
+  check_choices();
   check_nan();
   check_plans();
 }

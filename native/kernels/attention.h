@@ -88,23 +88,53 @@ static inline void softmax_directly(const AttentionRows& rows, int64_t first_row
 }
 #endif
 
+// The scratch of one call: scores, copied rows, and behind them the queries and a tile in the order of the products.
+struct PartScratch {
+  PartScratch(int64_t head_dim, uint8_t* scratch)
+      : padded(round_up(head_dim, 16)), scores(reinterpret_cast<float*>(scratch)),
+        copies(scratch + kMaxRows * kTile * sizeof(float)), rest(scores + kMaxRows * kTile + 2 * kTile * padded) {}
+  const int64_t padded;
+  float* const scores;    // [kMaxRows][kTile]
+  uint8_t* const copies;  // [2][kTile] rows
+  float* const rest;
+};
+
+static IntScratch prepare_ints(const KvLayer& kv, const AttentionRows& rows, const PartScratch& part) {
+  const int64_t blocks = kv.head_dim / kQuantBlock;
+  IntScratch s{};
+  s.direct = reads_directly(kv, rows.count);
+  s.scales = part.rest;
+  s.query_scales = s.scales + blocks * kTile;
+  s.query_sums = reinterpret_cast<int32_t*>(s.query_scales + blocks * kMaxRows);
+  s.packed = reinterpret_cast<uint8_t*>(s.query_sums + blocks * kMaxRows);
+  s.query = reinterpret_cast<int8_t*>(s.packed + kv.head_dim * kTile);
+  quantize_queries(rows, kv.head_dim, s);
+  return s;
+}
+
+template <KvType T>
+static FloatScratch prepare_floats(const KvLayer& kv, const AttentionRows& rows, const PartScratch& part) {
+  FloatScratch s{};
+  s.chain_length = (kv.head_dim + 3) / 4;
+  s.padded = part.padded;
+  s.direct = reads_directly(kv, rows.count);
+  s.keys = part.rest;
+  s.values = s.keys + 4 * s.chain_length * kTile;
+  s.query = s.values + kTile * part.padded;
+  s.direct ? prepare_direct<T>(rows, kv.head_dim, s.query)
+           : permute_queries(rows.query, rows.count, kv.head_dim, s.chain_length, s.query);
+  return s;
+}
+
 template <KvType T>
 static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
-                      const AttentionRows& rows, int64_t padded, uint8_t* scratch) {
-  auto* scores = reinterpret_cast<float*>(scratch);                      // [kMaxRows][kTile]
-  uint8_t* copies = scratch + kMaxRows * kTile * sizeof(float);          // [2][kTile] rows
-  float* rest = scores + kMaxRows * kTile + 2 * kTile * padded;
+                      const AttentionRows& rows, uint8_t* scratch) {
+  const PartScratch part(kv.head_dim, scratch);
+  const int64_t padded = part.padded;
+  float* const scores = part.scores;
   if constexpr (T == KvType::Q8_0) {
-    const int64_t blocks = kv.head_dim / kQuantBlock;
-    IntScratch s{};
-    s.direct = reads_directly(kv, rows.count);
-    s.scales = rest;
-    s.query_scales = s.scales + blocks * kTile;
-    s.query_sums = reinterpret_cast<int32_t*>(s.query_scales + blocks * kMaxRows);
-    s.packed = reinterpret_cast<uint8_t*>(s.query_sums + blocks * kMaxRows);
-    s.query = reinterpret_cast<int8_t*>(s.packed + kv.head_dim * kTile);
-    quantize_queries(rows, kv.head_dim, s);
-    each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
+    const IntScratch s = prepare_ints(kv, rows, part);
+    each_tile(kv, kv_head, table, begin, end, rows, part.copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_ints(tile, rows, first, s, scores);
       adjust_scores(rows, first, start, scores);
@@ -113,16 +143,8 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
       mix_ints(tile, rows, first, s, scores, padded);
     });
   } else {
-    FloatScratch s{};
-    s.chain_length = (kv.head_dim + 3) / 4;
-    s.padded = padded;
-    s.direct = reads_directly(kv, rows.count);
-    s.keys = rest;
-    s.values = s.keys + 4 * s.chain_length * kTile;
-    s.query = s.values + kTile * padded;
-    s.direct ? prepare_direct<T>(rows, kv.head_dim, s.query)
-             : permute_queries(rows.query, rows.count, kv.head_dim, s.chain_length, s.query);
-    each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
+    const FloatScratch s = prepare_floats<T>(kv, rows, part);
+    each_tile(kv, kv_head, table, begin, end, rows, part.copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_floats<T>(tile, rows, first, s, scores);
       adjust_scores(rows, first, start, scores);
@@ -135,12 +157,11 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
 
 static void attend_part(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                         const AttentionRows& rows, uint8_t* scratch) {
-  const int64_t padded = round_up(kv.head_dim, 16);
   switch (kv.type) {
-    case KvType::F32: return attend_to<KvType::F32>(kv, kv_head, table, begin, end, rows, padded, scratch);
-    case KvType::F16: return attend_to<KvType::F16>(kv, kv_head, table, begin, end, rows, padded, scratch);
-    case KvType::BF16: return attend_to<KvType::BF16>(kv, kv_head, table, begin, end, rows, padded, scratch);
-    case KvType::Q8_0: return attend_to<KvType::Q8_0>(kv, kv_head, table, begin, end, rows, padded, scratch);
+    case KvType::F32: return attend_to<KvType::F32>(kv, kv_head, table, begin, end, rows, scratch);
+    case KvType::F16: return attend_to<KvType::F16>(kv, kv_head, table, begin, end, rows, scratch);
+    case KvType::BF16: return attend_to<KvType::BF16>(kv, kv_head, table, begin, end, rows, scratch);
+    case KvType::Q8_0: return attend_to<KvType::Q8_0>(kv, kv_head, table, begin, end, rows, scratch);
   }
 }
 

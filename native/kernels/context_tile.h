@@ -35,24 +35,27 @@ struct Tile {
   }
 };
 
-// Blocks whose size is not a multiple of four do not have their rows in fours: they are copied.
-static inline void copy_rows(Tile& tile, int64_t kv_head, const int32_t* table, int64_t start, uint8_t* rows) {
+// Chosen positions, and blocks whose size is not a multiple of four, do not have their rows in fours: they are copied.
+static inline bool is_copied(const KvLayer& kv, const int32_t* chosen) { return chosen || kv.block_size % 4; }
+
+static inline void copy_rows(Tile& tile, int64_t kv_head, const int32_t* table, const int32_t* chosen, int64_t start, uint8_t* rows) {
   const KvLayer& kv = tile.kv;
+  uint8_t* const values = kv.values == kv.keys ? rows : rows + kTile * kv.row_bytes;
   for (int64_t i = tile.begin; i < tile.end; ++i) {
-    const int64_t block = table[(start + i) / kv.block_size];
-    const int64_t row = (block * kv.num_kv_heads + kv_head) * kv.block_size + (start + i) % kv.block_size;
+    const int64_t position = chosen ? chosen[start + i] : start + i, block = table[position / kv.block_size];
+    const int64_t row = (block * kv.num_kv_heads + kv_head) * kv.block_size + position % kv.block_size;
     std::memcpy(rows + size_t(i) * kv.row_bytes, kv.keys + size_t(row) * kv.row_bytes, kv.row_bytes);
-    std::memcpy(rows + size_t(kTile + i) * kv.row_bytes, kv.values + size_t(row) * kv.row_bytes, kv.row_bytes);
+    if (values != rows) std::memcpy(values + size_t(i) * kv.row_bytes, kv.values + size_t(row) * kv.row_bytes, kv.row_bytes);
   }
   for (int64_t i = 0; i < kTile; i += 4) {
     tile.keys[i / 4] = rows + size_t(i) * kv.row_bytes;
-    tile.values[i / 4] = rows + size_t(kTile + i) * kv.row_bytes;
+    tile.values[i / 4] = values + size_t(i) * kv.row_bytes;
   }
 }
 
-static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, int64_t start, uint8_t* rows) {
+static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, const int32_t* chosen, int64_t start, uint8_t* rows) {
   const KvLayer& kv = tile.kv;
-  if (kv.block_size % 4) return copy_rows(tile, kv_head, table, start, rows);
+  if (is_copied(kv, chosen)) return copy_rows(tile, kv_head, table, chosen, start, rows);
   if (kv.block_size % kTile == 0) {  // one block has them all
     const int64_t block = table[start / kv.block_size];
     const size_t at = size_t((block * kv.num_kv_heads + kv_head) * kv.block_size + start % kv.block_size) * kv.row_bytes;
@@ -116,12 +119,12 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
   }
   first = first > begin ? first : begin;
   last = last < end ? last : end;
-  const bool copied = kv.block_size % 4 != 0;  // to one place: only one tile at a time
+  const bool copied = is_copied(kv, rows.chosen);  // to one place: only one tile at a time
   const int64_t known = rows.end[0] > last ? rows.end[0] : last;  // positions that the table of the first row covers
   const auto tile_at = [&](int64_t start) {
     const int64_t stop = start < last ? last : known;
     Tile tile{kv, first > start ? first - start : 0, stop < start + kTile ? stop - start : kTile, {}, {}, nullptr, nullptr};
-    find_rows(tile, kv_head, table, start, copies);
+    find_rows(tile, kv_head, table, rows.chosen, start, copies);
     return tile;
   };
   int64_t start = first / kTile * kTile;

@@ -129,12 +129,14 @@ def attend_chosen(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     for phase, queries in (*PASSES, FRESH):
         context = new_context(kernels, rng, CONTEXTS, 1, shape.head_dim, shared_values=True)
         query, key = (activations(kernels, normal(rng, sum(queries), n, shape.head_dim)) for n in (HEADS, 1))
-        chosen = kernels.from_host(random_choice(rng, queries))
+        chosen = random_choice(rng, queries)
+        none = np.full((sum(queries), max(CONTEXTS)), -1, np.int32)
         is_fresh = queries == CONTEXTS
         segment = segment_over(kernels, phase, queries, CONTEXTS, None if is_fresh else context.tables)
         own = None if is_fresh else context.storage
-        for each in (shape, replace(shape, top_k=max(CONTEXTS))):
-            mixed = kernels.attend_chosen(Heads(query, key, key), chosen, each, (segment,), own)
+        for own_choice in (chosen, none):
+            each = replace(shape, top_k=own_choice.shape[1])
+            mixed = kernels.attend_chosen(Heads(query, key, key), kernels.from_host(own_choice), each, (segment,), own)
             found.append(kernels.to_host(mixed))
     return tuple(found)
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from native_choice_calls import CHOICE_CALLS
 from native_recurrence_calls import CALLS as RECURRENCE_CALLS
 from native_stream_calls import STREAM_CALLS
 
@@ -306,6 +307,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     },
     "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 4},
     "Heads": lambda: {"linears": [linear(8, 12), linear(8, 12)]},
+    **CHOICE_CALLS,
     **RECURRENCE_CALLS,
     **STREAM_CALLS,
     "Program": dict,

@@ -18,6 +18,7 @@ isas()  # skips this module where the library is not built
 
 from native_adapter_misuses import MISUSES as ADAPTER_MISUSES  # noqa: E402
 from native_calls import VALID, Arguments, arrays_in, call, floats, ints, mixed, run_arguments, segment  # noqa: E402
+from native_choice_misuses import MISUSES as CHOICE_MISUSES  # noqa: E402
 from native_expert_misuses import MISUSES as EXPERT_MISUSES  # noqa: E402
 from native_misuses import MISUSES, Misuse  # noqa: E402
 from native_program_misuses import MISUSES as PROGRAM_MISUSES  # noqa: E402
@@ -30,7 +31,7 @@ from bifolio.errors import BifolioError, KernelArgumentError  # noqa: E402
 from bifolio.kernels import native  # noqa: E402
 
 ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *RANK_MISUSES, *RECURRENCE_MISUSES, *STREAM_MISUSES,
-               *TOKEN_MISUSES, *ADAPTER_MISUSES]  # fmt: skip
+               *TOKEN_MISUSES, *ADAPTER_MISUSES, *CHOICE_MISUSES]  # fmt: skip
 # Arrays that are written; None is a value for those that may be left out.
 WRITTEN = {"out", "results", "keys", "values", "memory", "windows", "states"}
 OPTIONAL = {"bias", "conv_bias", "logit_rows", "importance", "factors"}

@@ -26,6 +26,7 @@ from bifolio.kernels.triton import (
     gemm_small_m,
     gemm_tuning,
     gemv,
+    index_scores,
     long_attention,
     lookup,
     norm,
@@ -53,6 +54,8 @@ INTEGERS = {
     "delta_stride",
     "logit_stride",
     "width",
+    "weight_stride",
+    "seen",
     "num_columns",
     "num_rows",
     "num_outputs",
@@ -77,6 +80,7 @@ WIDE = {
     "sinks",
     "slopes",
     "biases",
+    "ranked",
 }
 LONG = {"slots", "places", "sums", "seeds"}
 NARROW = {
@@ -85,6 +89,7 @@ NARROW = {
     "values",
     "x",
     "weight",
+    "weights",
     "bias",
     "residual",
     "norm_weight",
@@ -186,6 +191,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "begin": (device_state._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),
     "embed": (lookup._embed_kernel, {"BLOCK": 1024}, 4),
+    "index scores": (
+        index_scores._index_kernel,
+        {"HEADS": 32, "ROWS": 32, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "ieee"},
+        4,
+    ),
     "choose": (sampling._choose_kernel, {"DRAWS": True, "CHUNK": 4096, "CHUNKS": 32}, 8),
 }  # fmt: skip
 
@@ -231,7 +241,7 @@ for group in (128, 4096):  # columns of an FP8 weight that share a scale; all of
     CASES[f"some rows FP8 {group}"] = (
         gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group, "X_SCALED": True}, 4,
     )  # fmt: skip
-for name in ("decode", "decode, shared", "shared", "prefill", "prefill, deterministic", "rope"):
+for name in ("decode", "decode, shared", "shared", "prefill", "prefill, deterministic", "rope", "index scores"):
     CASES[f"{name}, FP8 cache"] = CASES[name]
 CASES["gather, FP8 cache"] = (
     long_attention._gather_kernel, {"KV_HEADS": 8, "BLOCK_SIZE": 64, "DIM": 128, "DIM_BLOCK": 128, "TOKENS": 64}, 4,

@@ -17,6 +17,7 @@ from bifolio.api.llm import LLM
 from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import BifolioError, ConfigError, ModelFileError
 from bifolio.kernels.host_choice import largest
+from bifolio.kernels.operation_hook import hooked
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.gguf.metadata import model_metadata
@@ -178,6 +179,22 @@ def test_the_size_of_chunks_changes_no_bit(kernels: str, dtype: KVDtype) -> None
         found = run_chunks(runner, open_entry(runner, blocks), prompt, chunk, decode=chunk == 1)
         whole = found if whole is None else whole
         assert np.array_equal(found, whole), (block_size, chunk)
+
+
+@pytest.mark.full
+@pytest.mark.skipif("native" not in cpu_kernel_names(), reason="the native library is not built")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_native_step_is_one_call(name: str) -> None:
+    """With the results of its operations one by one, to the last bit."""
+    model, prompt, found = loaded_row(name), random_prompt(LENGTH), []
+    for one_by_one in (False, True):
+        kernels = make_kernels("native")
+        if one_by_one:
+            kernels = hooked(kernels, lambda name, work, *arguments: work(*arguments), one_by_one=True)
+        runner, blocks = make_runner(model, kernels=kernels, poison=True)
+        found.append(run_chunks(runner, open_entry(runner, blocks), prompt, 5))
+        assert [program is None for program in runner.programs.values()] == [one_by_one]
+    assert np.array_equal(*found)
 
 
 @pytest.mark.full

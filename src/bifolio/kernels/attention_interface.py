@@ -80,6 +80,9 @@ class AttentionSegment:
         return int(self.context_lens.shape[0])
 
 
+Segments = tuple[AttentionSegment, ...]  # of a batch
+
+
 class Heads(NamedTuple):
     """Queries, keys and values of a batch, rotated and split into heads."""
 
@@ -91,19 +94,12 @@ class Heads(NamedTuple):
 class PagedAttentionKernel(Protocol):
     """Attention of one segment's queries over their paged context."""
 
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
-    ) -> Array:
+    def attend(self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None) -> Array:
         """[t, num_heads * head_dim]: causal or bidirectional, grouped heads, optional window."""
         ...
 
     def choose(
-        self,
-        heads: Heads,
-        weights: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
+        self, heads: Heads, weights: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
     ) -> Array:
         """The positions that the heads of an indexer choose for each query: i32[t, shape.top_k], ascending.
 
@@ -117,12 +113,7 @@ class PagedAttentionKernel(Protocol):
         ...
 
     def attend_chosen(
-        self,
-        heads: Heads,
-        chosen: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
+        self, heads: Heads, chosen: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
     ) -> Array:
         """`attend`, where a query that sees more than `shape.top_k` positions attends to the chosen ones alone.
 

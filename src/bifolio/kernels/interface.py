@@ -24,6 +24,7 @@ from bifolio.kernels.attention_interface import (
     Heads,
     LayerAttention,
     PagedAttentionKernel,
+    Segments,
     Storage,
 )
 from bifolio.kernels.batch import AdapterUse, Batch, StateUse
@@ -106,6 +107,7 @@ __all__ = [
     "RoutedExperts",
     "Router",
     "Routing",
+    "Segments",
     "SharedMlp",
     "Shards",
     "SlotSizes",

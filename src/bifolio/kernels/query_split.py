@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import PhaseError
-from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, Heads, Storage
+from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, Heads, Segments, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class QuerySplit:
 
     choosing: tuple[ChoosingQueries, ...]
     rows: NDArray[np.int64]  # of the others, in the order of `segments`
-    segments: tuple[AttentionSegment, ...]
+    segments: Segments
 
     def others(self, heads: Heads, storage: Storage | None) -> Heads:
         """The heads of the others; their keys and values are in the cache, if there is one."""
@@ -48,7 +48,7 @@ class QuerySplit:
         return Heads(*(part[self.rows] for part in heads))
 
 
-def split_queries(segments: tuple[AttentionSegment, ...], top_k: int) -> QuerySplit:
+def split_queries(segments: Segments, top_k: int) -> QuerySplit:
     """A sequence may be in both parts: whether a query chooses depends on its position alone."""
     choosing: list[ChoosingQueries] = []
     rows: list[NDArray[np.int64]] = []
@@ -99,9 +99,9 @@ class LastSplit:
     """The split of the running pass: all of its layers use the same one."""
 
     def __init__(self) -> None:
-        self._known: tuple[tuple[AttentionSegment, ...], int, QuerySplit] | None = None
+        self._known: tuple[Segments, int, QuerySplit] | None = None
 
-    def of(self, segments: tuple[AttentionSegment, ...], top_k: int) -> QuerySplit:
+    def of(self, segments: Segments, top_k: int) -> QuerySplit:
         known = self._known
         if known is None or known[0] is not segments or known[1] != top_k:
             known = self._known = segments, top_k, split_queries(segments, top_k)

@@ -14,9 +14,9 @@ import numpy as np
 
 from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
-from bifolio.kernels import host_choice
 from bifolio.kernels.entries import Entries
 from bifolio.kernels.host_arrays import HostArrays
+from bifolio.kernels.host_choice import HostChoice
 from bifolio.kernels.host_math import as_float32, erf
 from bifolio.kernels.host_routing import route_rows
 from bifolio.kernels.interface import (
@@ -41,6 +41,7 @@ from bifolio.kernels.interface import (
     Rotation,
     Router,
     Routing,
+    Segments,
     StepProgram,
     Storage,
     XieluCoefficients,
@@ -53,7 +54,7 @@ from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class ReferenceKernels(Entries, HostArrays):
+class ReferenceKernels(Entries, HostArrays, HostChoice):
     """Every operation in at most 30 lines."""
 
     name = "reference"
@@ -173,9 +174,7 @@ class ReferenceKernels(Entries, HostArrays):
         rows = array_namespace(heads).reshape(heads, (-1, norm.weight.shape[0]))
         return array_namespace(heads).reshape(self.norm(rows, norm), heads.shape)
 
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
-    ) -> Array:
+    def attend(self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None) -> Array:
         outputs = []
         for segment in segments:
             attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
@@ -203,26 +202,6 @@ class ReferenceKernels(Entries, HostArrays):
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
         return attend_heads(own.query, keys, values, shape)
-
-    def choose(
-        self,
-        heads: Heads,
-        weights: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        return host_choice.choose(heads, weights, shape, segments, storage)
-
-    def attend_chosen(
-        self,
-        heads: Heads,
-        chosen: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         half = x.shape[-1] // 2

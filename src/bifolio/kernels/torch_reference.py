@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from bifolio.errors import ConfigError, PhaseError
-from bifolio.kernels import torch_choice
 from bifolio.kernels.entries import Entries
 from bifolio.kernels.host_experts import OF_EXPERTS, HostExperts
 from bifolio.kernels.interface import (
@@ -39,14 +38,15 @@ from bifolio.kernels.interface import (
     Rotation,
     Router,
     Routing,
+    Segments,
     StepProgram,
     Storage,
     XieluCoefficients,
 )
-from bifolio.kernels.query_split import split_queries
 from bifolio.kernels.torch_adapters import DOWN, UP, adapted, adapted_embedding, adapted_logits, of_expert, on_torch
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_attention import attend_cached, attend_fresh, rotate, scale_by_position
+from bifolio.kernels.torch_choice import TorchChoice
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur, scan
 from bifolio.kernels.torch_routing import mix_sparsely, scores_of
 from bifolio.long_rope import LONG_ROPE, set_of
@@ -54,7 +54,7 @@ from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class TorchKernels(Entries, TorchArrays):
+class TorchKernels(Entries, TorchArrays, TorchChoice):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
@@ -186,34 +186,9 @@ class TorchKernels(Entries, TorchArrays):
         rows = heads.reshape(-1, norm.weight.shape[0])
         return torch.reshape(self.norm(rows, norm), heads.shape)
 
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
-    ) -> Array:
+    def attend(self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None) -> Array:
         outputs = [self._attend_segment(heads, shape, segment, storage) for segment in segments]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def choose(
-        self,
-        heads: Heads,
-        weights: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        return torch_choice.choose(heads, weights, shape, split_queries(segments, shape.top_k), storage)
-
-    def attend_chosen(
-        self,
-        heads: Heads,
-        chosen: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        split = split_queries(segments, shape.top_k)
-        if not split.choosing:
-            return self.attend(heads, shape, segments, storage)
-        return torch_choice.attend_chosen(self, heads, chosen, shape, split, storage)
 
     def act_mul(self, x: Array, activation: str, cutoff: float | None = None) -> Array:
         gate, up = x.chunk(2, dim=-1)

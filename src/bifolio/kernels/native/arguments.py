@@ -81,6 +81,8 @@ def native_shape(shape: AttentionShape) -> Any:
         native = native.both_ways()
     if shape.causal:
         native = native.of_earlier()
+    if shape.top_k:
+        native = native.choosing(shape.top_k)
     if shape.bias is not None:
         native = native.with_bias(floats(shape.bias))
     return native if shape.sinks is None else native.with_sinks(floats(shape.sinks))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, PhaseError
-from bifolio.kernels import entries, host_choice
+from bifolio.kernels import entries
 from bifolio.kernels.entries import Entries
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.host_routing import route_rows
@@ -39,6 +39,7 @@ from bifolio.kernels.interface import (
     Recurrence,
     Router,
     Routing,
+    Segments,
     StepProgram,
     Storage,
 )
@@ -169,9 +170,8 @@ class NativeKernels(Entries, NativeOperations, HostArrays):
 
     # -- a whole step -------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The network as one native call; None: it has indexers or compressed entries, which numpy computes."""
-        of_numpy = any(shape.top_k or shape.has_entries for shape in network.shapes)
-        return None if of_numpy else NativeProgram(self, network)
+        """The network as one native call; None: it has compressed entries, which numpy computes."""
+        return None if any(shape.has_entries for shape in network.shapes) else NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
     @property
@@ -206,7 +206,7 @@ class NativeKernels(Entries, NativeOperations, HostArrays):
         ids: Array | None = None,
         positions: Array | None = None,
         slots: Array | None = None,
-        segments: tuple[AttentionSegment, ...] = (),
+        segments: Segments = (),
         states: Batch | None = None,
         adapters: AdapterUse | None = None,
         storage: Storage | None = None,
@@ -224,41 +224,16 @@ class NativeKernels(Entries, NativeOperations, HostArrays):
             found["slots"] = None if slots is None else np.ascontiguousarray(slots, np.int64)
         return found
 
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
-    ) -> Array:
-        if storage is None or any(segment.block_tables is None for segment in segments):
-            if any(segment.phase is AttentionPhase.DECODE for segment in segments):
-                raise PhaseError("decode reads the cache: pass a storage and block tables")
-            storage, segments = temporary_cache(heads, shape, segments)
-            shape = replace(shape, layer=0)
-        return super().attend(heads, shape, segments, storage)
-
-    def choose(
-        self,
-        heads: Heads,
-        weights: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        return host_choice.choose(heads, weights, shape, segments, storage)
-
-    def attend_chosen(
-        self,
-        heads: Heads,
-        chosen: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        """The keys that a query chose are gathered, and become the context of a sequence of its own."""
-
-        def attend_rows(query: Array, keys: Array, shape: AttentionShape) -> Array:
-            storage, segment = gathered_cache(keys, np.full(len(keys), keys.shape[1], np.int32), segments[0])
-            return self.attend(Heads(query, None, None), replace(shape, layer=0), (segment,), storage)
-
-        return host_choice.attend_chosen(self, heads, chosen, shape, segments, storage, attend_rows)
+    def cached(
+        self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None
+    ) -> tuple[AttentionShape, Segments, Storage | None]:
+        """The batch's own keys and values become a cache where it has none."""
+        if storage is not None and all(segment.block_tables is not None for segment in segments):
+            return shape, segments, storage
+        if any(segment.phase is AttentionPhase.DECODE for segment in segments):
+            raise PhaseError("decode reads the cache: pass a storage and block tables")
+        storage, segments = temporary_cache(heads, shape, segments)
+        return replace(shape, layer=0), segments, storage
 
     def attend_entries(
         self,
@@ -317,9 +292,7 @@ class NativeKernels(Entries, NativeOperations, HostArrays):
         return self._states[storage]
 
 
-def temporary_cache(
-    heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...]
-) -> tuple[Storage, tuple[AttentionSegment, ...]]:
+def temporary_cache(heads: Heads, shape: AttentionShape, segments: Segments) -> tuple[Storage, Segments]:
     """The batch's own keys and values as a cache of one layer, for passes without a cache."""
     size, next_block, found = TEMPORARY_BLOCK, 0, []
     index = np.empty(len(heads.query), np.int64)

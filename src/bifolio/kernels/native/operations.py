@@ -18,7 +18,6 @@ import numpy as np
 from bifolio.kernels.interface import (
     AdapterUse,
     Array,
-    AttentionSegment,
     AttentionShape,
     Batch,
     Experts,
@@ -30,6 +29,7 @@ from bifolio.kernels.interface import (
     Rotation,
     Router,
     Routing,
+    Segments,
     Storage,
     XieluCoefficients,
 )
@@ -191,13 +191,37 @@ class NativeOperations(ABC):
         first_value = shape.num_heads + shape.num_kv_heads
         return Heads(heads[:, : shape.num_heads], heads[:, shape.num_heads : first_value], heads[:, first_value:])
 
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
+    def attend(self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None) -> Array:
+        return self._attend("attend", heads, (), shape, segments, storage)
+
+    def choose(
+        self, heads: Heads, weights: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
     ) -> Array:
+        rows = self._attend("choose", heads, (weights,), shape, segments, storage)
+        return rows if isinstance(rows, Register) else rows.view(np.int32)
+
+    def attend_chosen(
+        self, heads: Heads, chosen: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
+    ) -> Array:
+        """Chosen positions are bits of floats."""
+        rows = chosen if isinstance(chosen, Register) else np.asarray(chosen, np.int32).view(np.float32)
+        return self._attend("attend_chosen", heads, (rows,), shape, segments, storage)
+
+    def _attend(
+        self, name: str, heads: Heads, others: tuple[Array, ...], shape: AttentionShape, segments: Segments,
+        storage: Storage | None,
+    ) -> Array:  # fmt: skip
+        shape, segments, storage = self.cached(heads, shape, segments, storage)
         query = heads.query
         rows = query if isinstance(query, Register) else floats(query).reshape(len(query), -1)
         constants = shape.layer, native_shape(shape)
-        return self.run("attend", (rows,), *constants, segments=segments, storage=storage)
+        return self.run(name, (rows, *others), *constants, segments=segments, storage=storage)
+
+    def cached(
+        self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None
+    ) -> tuple[AttentionShape, Segments, Storage | None]:
+        """The arguments of attention over a cache, which programs have when they run."""
+        return shape, segments, storage
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         constants = recurrence.layer, recurrence.prepared or native_recurrence(recurrence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 import triton
 
 from bifolio.errors import ConfigError
-from bifolio.kernels import torch_choice
 from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
@@ -19,7 +18,6 @@ from bifolio.kernels.interface import (
     AdapterUse,
     Array,
     AttentionPhase,
-    AttentionSegment,
     AttentionShape,
     Batch,
     DeviceSlots,
@@ -34,17 +32,19 @@ from bifolio.kernels.interface import (
     RoutedExperts,
     Router,
     Routing,
+    Segments,
     SharedMlp,
     SlotSizes,
     StepProgram,
     Storage,
     XieluCoefficients,
 )
-from bifolio.kernels.query_split import LastSplit
+from bifolio.kernels.query_split import ChoosingQueries
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_adapters import adapted_logits
 from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.kernels.torch_choice import TorchChoice
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
@@ -54,6 +54,7 @@ from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
+from bifolio.kernels.triton.index_scores import paged_scores
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
@@ -70,7 +71,7 @@ from bifolio.quant.tensor import QuantizedTensor
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
-class TritonKernels(TensorEntries, TorchArrays):
+class TritonKernels(TensorEntries, TorchArrays, TorchChoice):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
 
     The torch set that it holds prepares dense weights and multiplies many rows.
@@ -100,7 +101,6 @@ class TritonKernels(TensorEntries, TorchArrays):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
-        self._last_split = LastSplit()
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -342,36 +342,21 @@ class TritonKernels(TensorEntries, TorchArrays):
         return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, own, self.dtype)
 
     # -- attention ----------------------------------------------------------------------------------------------------
-    def attend(
-        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
-    ) -> Array:
+    def attend(self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None) -> Array:
         return self.attention.attend(heads, shape, segments, storage)
 
     def choose(
-        self,
-        heads: Heads,
-        weights: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
+        self, heads: Heads, weights: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
     ) -> Array:
-        split, own = self._last_split.of(segments, shape.top_k), tensor(weights)
-        return torch_choice.choose(heads, own, shape, split, storage, 1 if self.deterministic else None)
+        return super().choose(heads, tensor(weights), shape, segments, storage)
 
-    def attend_chosen(
-        self,
-        heads: Heads,
-        chosen: Array,
-        shape: AttentionShape,
-        segments: tuple[AttentionSegment, ...],
-        storage: Storage | None,
-    ) -> Array:
-        """Through torch, query by query if the set is deterministic."""
-        split = self._last_split.of(segments, shape.top_k)
-        if not split.choosing:
-            return self.attend(heads, shape, segments, storage)
-        most = 1 if self.deterministic else None
-        return torch_choice.attend_chosen(self, heads, chosen, shape, split, storage, most)
+    def index_scores(
+        self, part: ChoosingQueries, heads: Heads, weights: Array, shape: AttentionShape, storage: Storage | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """From the blocks of the cache; several queries at once also if the set is deterministic."""
+        if storage is None or part.table is None:
+            return super().index_scores(part, heads, weights, shape, storage)
+        return paged_scores(part, heads.query, weights, shape, storage)
 
     def stage_states(self, states: StagedStates) -> None:
         """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""
