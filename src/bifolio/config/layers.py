@@ -40,6 +40,7 @@ class LayerConfig:
     cutoff: float | None = None  # gates that many deviations above the mean are kept; None: all
     kv_source: int | None = None  # an earlier layer whose keys and values are read; None: its own
     keys_as_values: bool = False  # values are the keys, before norm and rope
+    norms_outputs: bool = False  # norms on the outputs of attention and MLP in place of their inputs (OLMo Hybrid)
     chooses: bool = True  # in a network with indexers: False reads the positions that an earlier layer chose
 
 
