@@ -286,6 +286,7 @@ NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwi
 OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *LATER_ROWS, *LATEST_ROWS, *NEWEST_ROWS}
 
 
+UNNAMED = {"Mistral4Config"}  # `AutoModelForCausalLM` lacks their classes
 UNREAD = {"opt": 2 * 64}  # parameters of a row that the network does not read
 
 
@@ -300,6 +301,9 @@ def row_model(name: str, **overrides: Any) -> Any:
     row = ROWS[name]
     config = getattr(transformers, row.config)(**{**SIZES, **row.tiny, **overrides})
     config._attn_implementation = "eager"
+    if row.config in UNNAMED:
+        own = getattr(transformers, row.config.removesuffix("Config") + "ForCausalLM")
+        transformers.AutoModelForCausalLM.register(type(config), own, exist_ok=True)
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

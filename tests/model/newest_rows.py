@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
 NEWEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
@@ -44,5 +45,25 @@ NEWEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "use_qk_norm": True, "expert_swiglu_limit_list": None, "tie_word_embeddings": False,
          "eos_token_id": 156895},
         {},
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+         "v_head_dim": 24, "rms_norm_eps": 1e-3, "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 32, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
+         "routed_scaling_factor": 1.6, "first_k_dense_replace": 1,
+         "rope_parameters": {**_YARN, "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 6,
+                             "llama_4_scaling_beta": 0.5}},
+        {"model_type": "mistral4", "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288,
+         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 1048576, "rms_norm_eps": 1e-06, "kv_lora_rank": 256,
+         "q_lora_rank": 1024, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128,
+         "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 2048,
+         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+         "first_k_dense_replace": 0, "rope_interleave": True, "attention_bias": False, "tie_word_embeddings": False,
+         "rope_parameters": {**_YARN, "rope_theta": 10000.0, "factor": 128.0, "partial_rotary_factor": 0.5,
+                             "original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1},
+         "bos_token_id": 1, "eos_token_id": 2},
+        {"n_group": 1, "topk_group": 1},
     ),
 }  # fmt: skip
