@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+from helpers import WINDOW
+
+_LINEAR, _FULL, _LOCAL = "linear_attention", "full_attention", "sliding_attention"
 _YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
@@ -65,5 +67,22 @@ NEWEST_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
                              "original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1},
          "bos_token_id": 1, "eos_token_id": 2},
         {"n_group": 1, "topk_group": 1},
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {"sliding_window": WINDOW, "logit_scale": 0.75, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3,
+         "intermediate_size": 32, "prefix_dense_intermediate_size": 80, "num_shared_experts": 2,
+         "expert_selection_fn": "sigmoid", "num_hidden_layers": 5, "tie_word_embeddings": True,
+         "layer_types": [_FULL, _LOCAL, _LOCAL, _FULL, _LOCAL],
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"]},
+        {"model_type": "cohere2_moe", "vocab_size": 262144, "hidden_size": 2048, "intermediate_size": 768,
+         "prefix_dense_intermediate_size": 3072, "num_hidden_layers": 49, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 500000,
+         "rms_norm_eps": 1e-06, "layer_norm_eps": 1e-05, "logit_scale": 1.0, "rope_theta": 50000,
+         "sliding_window": 4096, "first_k_dense_replace": 1, "prefix_dense_sliding_window_pattern": 1,
+         "num_experts": 128, "num_experts_per_tok": 8, "num_shared_experts": 0, "expert_selection_fn": "sigmoid",
+         "norm_topk_prob": False, "use_parallel_block": True, "use_qk_norm": False, "attention_bias": False,
+         "tie_word_embeddings": None, "bos_token_id": 2, "eos_token_id": 6},
+        {},
     ),
 }  # fmt: skip

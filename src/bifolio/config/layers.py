@@ -75,6 +75,7 @@ class MoeConfig:
     router_bias: bool = False
     expert_bias: bool = False
     shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
+    shared_mean: bool = False  # the outputs of the experts and of the shared MLP are averaged (Cohere 2)
     shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
     scales_inputs: bool = False  # the weight of a token's one expert multiplies its input, not its output (Llama 4)
     band: float = 0.0  # sparse mixing (`kernels.interface.Router`); 0: off

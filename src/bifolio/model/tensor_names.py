@@ -379,6 +379,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
         ),
         shared_gate=gate,
         scales_inputs=moe.scales_inputs,
+        shared_mean=moe.shared_mean,
         router_norm=router_norm,
         input_norm=norm(names.expert_norm),
         output_norm=norm(names.post_expert_norm),
