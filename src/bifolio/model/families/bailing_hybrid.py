@@ -12,7 +12,7 @@ from typing import Any
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.description import Reading, Writing
-from bifolio.model.expert_fields import SIGMOID_EXPERTS, dense_by_type
+from bifolio.model.expert_fields import LEADING, SIGMOID_EXPERTS, dense_by_type
 from bifolio.model.export import NamedTensor
 from bifolio.model.families.deepseek2 import LATENTS, SplitByHead, cached_size, joined_by_head, ropes_to_hf
 from bifolio.model.families.family import Family
@@ -133,6 +133,7 @@ FIELDS = (
     Field("moe.top_groups", hf=Key("topk_group", default=4)),
     Field("moe.shared_size",
           hf=Form(shared_size, lambda v: {SHARED[0]: v["moe.shared_size"] // v["moe.expert_size"]})),
+    LEADING,
     Field("layers.dense", hf=dense_by_type(2)),
 )  # fmt: skip
 

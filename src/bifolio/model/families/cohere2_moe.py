@@ -11,7 +11,7 @@ from typing import Any
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.decoder_fields import or_one
 from bifolio.model.description import Reading, Writing
-from bifolio.model.expert_fields import EXPERTS, dense_by_type, read_scoring, scoring_by
+from bifolio.model.expert_fields import EXPERTS, LEADING, dense_by_type, read_scoring, scoring_by
 from bifolio.model.families.family import Family
 from bifolio.model.fields import REQUIRED, Field, Form, Key
 from bifolio.model.window_fields import BY_TYPE, LOCAL, TYPES, named_kinds, of_layers
@@ -149,6 +149,7 @@ FAMILY = Family(
         Field("tie_embeddings", hf=Key("tie_word_embeddings", default=True)),
         Field("layers.window", hf=Form(windows, BY_TYPE.write)),
         Field("layers.rope", hf=Form(rotated, write_rotated), gguf=Form(rotated, check_rotated)),
+        LEADING,
         Field("layers.dense", hf=dense_by_type(0)),
         Field("intermediate_size", hf=Form(dense_width, lambda v: {DENSE_WIDTH: v["intermediate_size"]})),
         Field("moe.num_experts", hf="num_experts", default=REQUIRED),
@@ -161,7 +162,6 @@ FAMILY = Family(
         Field("moe.shared_mean", hf=Form(is_mean, write_mean),
               gguf=Form(lambda v: v["moe.shared_size"] > 0, check_mean)),
     ),
-    window_period=4,
     hf_types=("cohere2_moe", "cohere2_vision"),
     hf_variant=variant,
     hf_class="Cohere2MoeForCausalLM",

@@ -31,7 +31,7 @@ from bifolio.model.tensor_names import HF_LLAMA
 from bifolio.quant.tensor import QuantizedTensor
 
 NORM_EPS = 1e-6  # of the norms of latents, in all models
-GROWTH = "llama_4_scaling_beta"
+GROWTH, LENGTH = "llama_4_scaling_beta", ".attention.temperature_length"
 
 
 def rope(values: Reading) -> tuple[RopeConfig, ...]:
@@ -54,8 +54,12 @@ def ropes_to_hf(values: Writing) -> dict[str, Any]:
     return {PARAMETERS: parameters | ({"mscale": multiplier, "mscale_all_dim": multiplier} if multiplier else {})}
 
 
+def period_from_gguf(values: Reading) -> int:
+    return values.header.count(LENGTH, values.header.count(f".{GGUF_PERIOD}", 0)) or 1
+
+
 def period_to_gguf(values: Writing) -> dict[str, int]:
-    return {GGUF_PERIOD: values["temperature_period"]} if values["attention_temperature"] else {}
+    return {LENGTH[1:]: values["temperature_period"]} if values["attention_temperature"] else {}
 
 
 def stored_name(name: str) -> str:
@@ -102,7 +106,7 @@ FAMILY = Family(
         Field(
             "temperature_period",
             hf=Form(lambda v: rope_parameters(v).count(PERIOD, 0, least=0) or 1),
-            gguf=Form(lambda v: v.header.count(f".{GGUF_PERIOD}", 0) or 1, period_to_gguf),
+            gguf=Form(period_from_gguf, period_to_gguf),
         ),
         Field("moe.num_experts", hf=("n_routed_experts", "num_local_experts", "num_experts")),
         Field("moe.renormalise", hf=Key("norm_topk_prob", default=True)),
