@@ -234,3 +234,10 @@ def test_gguf_files_of_ling_3_hold_positive_decays(tmp_path: Path) -> None:
     assert decay.shape == (4, 1)
     assert (decay.dequantize() > 0).all()
     assert file.tensor("blk.0.ssm_conv1d_q.weight").shape[-1] == 4
+
+
+def test_the_text_part_of_kimi_k25_is_that_of_kimi_k2() -> None:
+    inner = ROWS["kimi_k2"].real
+    outer = {"model_type": "kimi_k25", "text_config": inner, "vision_config": {}}
+    assert config_from_hf(outer) == config_from_hf(inner)
+    assert config_from_hf({**outer, "text_config": {**inner, "model_type": "deepseek_v3"}}) == config_from_hf(inner)
