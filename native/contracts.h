@@ -350,6 +350,8 @@ struct KernelTable {
   // steps = softplus(x + bias) clipped to [least, most]; decays = exp(steps * decay), which may replace the steps
   void (*decay_row)(const float* x, const float* bias, const float* decay, int64_t size, float least, float most, float* steps,
                     float* decays);
+  // decays = exp(-bound * sigmoid(-decay * (x + bias)))
+  void (*bounded_decay_row)(const float* x, const float* bias, const float* decay, int64_t size, float bound, float* decays);
   void (*sigmoid_row)(const float* x, int64_t size, float* out);
   void (*exp_row)(const float* x, const float* factor, int64_t size, float* out);  // e^(x * factor)
   void (*scan_columns)(const HeadScan& scan);

@@ -79,7 +79,8 @@ struct HeadsHolder {
 struct RecurrenceHolder {
   RecurrenceHolder(int kind, int64_t width, int64_t channels, int64_t heads, int64_t groups, int64_t key_size, int64_t value_size,
                    nb::handle conv_weight, nb::handle conv_bias, nb::handle decay, nb::handle bias, nb::handle skip, const NormHolder* norm,
-                   bool norm_first, int64_t norm_groups, float least_step, float most_step, bool tiled);
+                   bool norm_first, int64_t norm_groups, float least_step, float most_step, bool tiled, float rate_scale,
+                   float decay_bound);
   RecurrenceHolder() : weights{} {}
   std::vector<Vector> vectors;     // that the weights point into
   std::vector<float> conv_weight;  // [width][channels]

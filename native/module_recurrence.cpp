@@ -1,4 +1,6 @@
 // Recurrent layers and their states as Python hands them over, and their operation.
+#include <cmath>
+
 #include "module_program.h"
 
 using namespace nanobind::literals;
@@ -50,7 +52,7 @@ Register record_scan(ProgramHolder& self, Register x, int64_t layer, const Recur
 RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, int64_t heads, int64_t groups, int64_t key_size,
                                    int64_t value_size, nb::handle weight_array, nb::handle conv_bias, nb::handle decay, nb::handle bias,
                                    nb::handle skip, const NormHolder* norm, bool norm_first, int64_t norm_groups, float least_step,
-                                   float most_step, bool tiled)
+                                   float most_step, bool tiled, float rate_scale, float decay_bound)
     : weights{} {
   require_between("kind", kind, 0, 6);
   require_between("width", width, 1, kMaxTaps);
@@ -110,6 +112,10 @@ RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, in
     require(!norm->norm.bias && !norm->norm.centered, "norm must be an RMS norm without a bias");
     w.norm = &norm->norm;
   }
+  require(std::isfinite(rate_scale) && rate_scale > 0.0f, "rate_scale is ", rate_scale, " and must be a positive number");
+  require(std::isfinite(decay_bound) && decay_bound >= 0.0f, "decay_bound is ", decay_bound, " and must be a number of at least 0");
+  require(decay_bound == 0.0f || w.keyed(), "decay_bound must be 0 for recurrences that are not keyed");
+  w.rate_scale = rate_scale, w.decay_bound = decay_bound;
   w.norm_first = norm_first, w.norm_groups = norm_groups, w.least_step = least_step, w.most_step = most_step;
 }
 
@@ -212,10 +218,10 @@ StateArrays::StateArrays(nb::handle start_array, nb::handle read_array, nb::hand
 void bind_recurrence(nb::module_& m, ProgramClass& program) {
   nb::class_<RecurrenceHolder>(m, "Recurrence")
       .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle,
-                    const NormHolder*, bool, int64_t, float, float, bool>(),
+                    const NormHolder*, bool, int64_t, float, float, bool, float, float>(),
            "kind"_a, "width"_a, "channels"_a, "heads"_a, "groups"_a, "key_size"_a, "value_size"_a, array("conv_weight"), array("conv_bias"),
            array("decay"), array("bias"), array("skip"), "norm"_a.none(), "norm_first"_a, "norm_groups"_a, "least_step"_a, "most_step"_a,
-           "tiled"_a, nb::keep_alive<1, 14>())
+           "tiled"_a, "rate_scale"_a, "decay_bound"_a, nb::keep_alive<1, 14>())
       .def_static("shift", &make_shift, array("factors"), "column"_a, "window"_a, nb::rv_policy::take_ownership)
       .def_static("rwkv", &make_rwkv, "heads"_a, "key_size"_a, "value_size"_a, "channels"_a, array("factors"), "norm"_a.none(),
                   "mixes_values"_a, nb::rv_policy::take_ownership, nb::keep_alive<0, 6>());

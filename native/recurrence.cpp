@@ -121,7 +121,7 @@ class Recurring {
       return;
     }
     kernels().decay_row(given + w_.heads, w_.bias, w_.decay, w_.heads, 0.0f, INFINITY, rates(token), decays(token));
-    kernels().sigmoid_row(given, w_.heads, rates(token));
+    find_rates(given, w_.heads, rates(token));
   }
 
   // The rate of a head, and the decays of its keys; the steps give way to them.
@@ -129,8 +129,18 @@ class Recurring {
     const float* given = head_gates(token);
     const int64_t first = head * w_.key_size;
     float* own = decays(token) + first;
-    kernels().decay_row(given + w_.heads + first, w_.bias + first, w_.decay + first, w_.key_size, 0.0f, INFINITY, own, own);
-    kernels().sigmoid_row(given + head, 1, rates(token) + head);
+    const float *steps = given + w_.heads + first, *bias = w_.bias + first, *decay = w_.decay + first;
+    if (w_.decay_bound > 0.0f) {
+      kernels().bounded_decay_row(steps, bias, decay, w_.key_size, w_.decay_bound, own);
+    } else {
+      kernels().decay_row(steps, bias, decay, w_.key_size, 0.0f, INFINITY, own, own);
+    }
+    find_rates(given + head, 1, rates(token) + head);
+  }
+
+  void find_rates(const float* given, int64_t count, float* rates) const {
+    kernels().sigmoid_row(given, count, rates);
+    for (int64_t i = 0; i < count; ++i) rates[i] *= w_.rate_scale;
   }
 
   // -- the state ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ struct RecurrenceWeights {
   bool norm_first;
   int64_t norm_groups;
   float least_step, most_step;  // limits of dt
+  float rate_scale;             // of the delta rule
+  float decay_bound;            // keyed: most of -log of a decay; 0: none
   bool tiled;  // head h is in group h % groups, not h / (heads / groups)
   const float* factors;   // shift: [mixes][channels]; rwkv: [3][heads][key_size]
   int64_t mixes, column;  // shift: rows of `factors`, and the first column in a window

@@ -29,6 +29,11 @@ static void decay_row(const float* x, const float* bias, const float* decay, int
   map_row(size, decays, [&](auto at) { return exp(mul(at(steps), at(decay))); });
 }
 
+static void bounded_decay_row(const float* x, const float* bias, const float* decay, int64_t size, float bound, float* decays) {
+  const V16 one = broadcast(1.0f), least = broadcast(-bound);
+  map_row(size, decays, [&](auto at) { return exp(div(least, add(one, exp(mul(at(decay), add(at(x), at(bias))))))); });
+}
+
 static void exp_row(const float* x, const float* factor, int64_t size, float* out) {
   map_row(size, out, [&](auto at) { return exp(mul(at(x), at(factor))); });
 }

@@ -59,8 +59,9 @@ def family_of_row(name: str) -> str:
 
 ROW_FAMILIES = {name: family_of_row(name) for name in (*ROWS, *ARCHITECTURES)}
 HYBRID = {  # checked by test_doors.py
-    "bamba", "falcon_h1", "granitehybrid", "jamba", "kimi_linear", "lfm2", "lfm2moe", "lfm3", "mamba", "mamba2",
-    "minimax", "nemotron_h", "qwen35", "qwen35moe", "qwen3next", "recurrent_gemma", "rwkv7", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "granitehybrid", "jamba", "kimi_linear", "lfm2", "lfm2moe", "lfm3",
+    "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen35", "qwen35moe", "qwen3next", "recurrent_gemma",
+    "rwkv7", "zamba2",
 }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "delta", {"heads": 4, "groups": 2, "tiled": True, "key_size": 16, "value_size": 40},
     ),
     "keyed": ("keyed", {"heads": 2}),
+    "delta of larger rates": ("delta", {"heads": 2, "groups": 2, "rate_scale": 2.0}),
+    "keyed, bounded": ("keyed", {"heads": 2, "decay_bound": 5.0, "rate_scale": 1.5}),
     "keyed, two tiles of values": ("keyed", {"heads": 3, "key_size": 20, "value_size": 40}),
     "mamba": ("mamba", {"heads": 4, "groups": 2, "dt_limits": (0.05, 1.0)}),
     "lightning": ("lightning", {"heads": 4, "groups": 4}),

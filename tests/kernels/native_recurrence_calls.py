@@ -43,6 +43,8 @@ def parameters(**changes: Any) -> dict[str, Any]:
         "least_step": 0.0,
         "most_step": 1.0,
         "tiled": False,
+        "rate_scale": 1.0,
+        "decay_bound": 0.0,
     }
     return valid | changes
 

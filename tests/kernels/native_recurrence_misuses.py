@@ -76,6 +76,9 @@ MISUSES = [
         ("a norm of uneven groups", {"norm_groups": 3}, "norm_groups is 3 and must divide 64"),
         ("limits in the wrong order", {"least_step": 2.0}, "the limits of steps are 2 and 1"),
         ("a NaN limit", {"most_step": NAN}, "the limits of steps are 0 and nan"),
+        ("no rate", {"rate_scale": 0.0}, "rate_scale is 0 and must be a positive number"),
+        ("a NaN bound", {"decay_bound": NAN}, "decay_bound is nan"),
+        ("a bound of one decay", {"decay_bound": 5.0}, "decay_bound must be 0 for recurrences that are not keyed"),
     ),
     *misuses(
         "Recurrence.shift",

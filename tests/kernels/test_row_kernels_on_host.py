@@ -296,7 +296,7 @@ def stepped(r: Recurrence, x: torch.Tensor, window: torch.Tensor, state: torch.T
     q, k = (each.view(r.groups, r.key_size)[group] for each in (q, k))
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     state = state * (r.decay * torch.nn.functional.softplus(a + r.bias)).exp()[:, None, None]
-    change = beta.sigmoid()[:, None] * (v.view(r.heads, -1) - torch.einsum("hk,hkv->hv", k, state))
+    change = r.rate_scale * beta.sigmoid()[:, None] * (v.view(r.heads, -1) - torch.einsum("hk,hkv->hv", k, state))
     state = state + k[:, :, None] * change[:, None, :]
     y = torch.einsum("hk,hkv->hv", q * r.key_size**-0.5, state)
     y = y * (y.square().mean(-1, keepdim=True) + r.norm.eps).rsqrt() * r.norm.weight
@@ -308,7 +308,7 @@ def stepped(r: Recurrence, x: torch.Tensor, window: torch.Tensor, state: torch.T
     [
         (4, 2, 128, 128, {}),  # Qwen3-Next, Qwen3.5
         (2, 2, 32, 64, {"conv_bias": normal(9, 256, dtype=torch.float32)}),
-        (6, 2, 64, 32, {"tiled": True}),
+        (6, 2, 64, 32, {"tiled": True, "rate_scale": 2.0}),
         pytest.param(4, 1, 128, 128, {}, marks=pytest.mark.slow),
     ],
 )

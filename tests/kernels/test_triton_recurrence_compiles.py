@@ -24,7 +24,8 @@ POINTERS = {
     "x": "*bf16", "windows": "*fp32", "old": "*fp32", "weight": "*fp32", "bias": "*fp32", "mixed": "*fp32",
     "gates": "*bf16", "states": "*fp32", "decay": "*fp32", "skip": "*fp32", "y": "*fp32", "out": "*fp32",
     "factors": "*fp32", "sums": "*fp32", "rates": "*fp32", "weights": "*fp32", "solutions": "*fp32",
-    "query_scale": "fp32", "eps": "fp32", "least": "fp32", "most": "fp32",
+    "query_scale": "fp32", "eps": "fp32", "least": "fp32", "most": "fp32", "rate_scale": "fp32",
+    "bound": "fp32",
     "slowest": "fp32", "least_length": "fp32",
     **dict.fromkeys(("sequences", "starts", "reads", "writes", "rows", "slot_reads", "slot_writes"), "*i32"),
     **dict.fromkeys(("ends", "lengths", "first_chunks", "last_chunks", "num_sequences"), "*i32"),
@@ -35,11 +36,12 @@ CONVOLVE = {
 }  # fmt: skip
 HEADS = {"DELTA": True, "TILED": False, "HAS_SKIP": False, "HAS_STATES": True, "KEYS": 128}
 SCAN = {
-    **HEADS, "KEYED": False, "STEPS": True, "IS_DECODE": False, "ONE_TOKEN": False, "COUNTED": False, "VALUES": 16,
-    "STAGES": 3,
+    **HEADS, "KEYED": False, "BOUNDED": False, "STEPS": True, "IS_DECODE": False, "ONE_TOKEN": False, "COUNTED": False,
+    "VALUES": 16, "STAGES": 3,
 }  # fmt: skip
 PREPARE = {"DELTA": True, "STEPS": True, "TILED": False, "KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
 CHUNKS = {**HEADS, "COUNTED": True, "VALUES": 32, "CHUNK": 64, "STAGES": 2, "PRECISION": "tf32"}
+KEYED_DECAYS = {"BOUNDED": False, "KEYS": 128, "CHUNK": 64}
 KEYED_CHUNKS = {"KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
 KEYED_SCAN = {"HAS_STATES": True, "COUNTED": True, "KEYS": 128, "VALUES": 32, "CHUNK": 64, "PRECISION": "tf32"}
 FINISH = {"HAS_NORM": True, "NORM_FIRST": True, "SIGMOID": False, "SHARED": True, "ROWS": 16, "BLOCK": 128}
@@ -57,6 +59,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "scan of qwen3_next": (recurrence._scan_kernel, SCAN, 1),
     "scan of kimi_linear": (recurrence._scan_kernel, {**SCAN, "KEYED": True}, 1),
+    "scan of bailing_hybrid": (recurrence._scan_kernel, {**SCAN, "KEYED": True, "BOUNDED": True}, 1),
     "scan of granite": (recurrence._scan_kernel, {**SCAN, "DELTA": False, "HAS_SKIP": True}, 1),
     "scan of jamba": (
         selective._selective_kernel,
@@ -87,7 +90,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         {**CHUNKS, "DELTA": False, "HAS_SKIP": True, "KEYS": 256, "STAGES": chunked_scan.stages(256, 32)},
         4,
     ),
-    "decays of chunks of kimi_linear": (keyed_chunks._decay_kernel, {"KEYS": 128, "CHUNK": 64}, 4),
+    "decays of chunks of kimi_linear": (keyed_chunks._decay_kernel, KEYED_DECAYS, 4),
+    "decays of chunks of bailing_hybrid": (keyed_chunks._decay_kernel, {**KEYED_DECAYS, "BOUNDED": True}, 4),
     "chunks of kimi_linear": (keyed_chunks._weigh_kernel, KEYED_CHUNKS, 8),
     "chunks of kimi_linear in f32": (keyed_chunks._weigh_kernel, {**KEYED_CHUNKS, "PRECISION": "tf32x3"}, 8),
     "scan of chunks of kimi_linear": (keyed_chunks._scan_kernel, KEYED_SCAN, 4),

@@ -17,6 +17,7 @@ from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
 from later_rows import LATER_ROWS
 from latest_rows import LATEST_ROWS, SAVED
+from newest_rows import NEWEST_ROWS
 from renamed_folders import as_exaone
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
@@ -277,14 +278,15 @@ ROWS: dict[str, Row] = {
         peer={"sliding_window": None},
     ),
 }  # fmt: skip
-ADDED = {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS, **LATEST_ROWS}
+ADDED = {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS, **LATER_ROWS, **LATEST_ROWS, **NEWEST_ROWS}
 ROWS |= {name: Row(config, tiny, real, SAVED.get(name, {}), peer) for name, (config, tiny, real, peer) in ADDED.items()}
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
-OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *LATER_ROWS, *LATEST_ROWS}
+OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *LATER_ROWS, *LATEST_ROWS, *NEWEST_ROWS}
 
 
+UNNAMED = {"Mistral4Config"}  # `AutoModelForCausalLM` lacks their classes
 UNREAD = {"opt": 2 * 64}  # parameters of a row that the network does not read
 
 
@@ -299,6 +301,9 @@ def row_model(name: str, **overrides: Any) -> Any:
     row = ROWS[name]
     config = getattr(transformers, row.config)(**{**SIZES, **row.tiny, **overrides})
     config._attn_implementation = "eager"
+    if row.config in UNNAMED:
+        own = getattr(transformers, row.config.removesuffix("Config") + "ForCausalLM")
+        transformers.AutoModelForCausalLM.register(type(config), own, exist_ok=True)
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

@@ -40,6 +40,7 @@ class LayerConfig:
     cutoff: float | None = None  # gates that many deviations above the mean are kept; None: all
     kv_source: int | None = None  # an earlier layer whose keys and values are read; None: its own
     keys_as_values: bool = False  # values are the keys, before norm and rope
+    norms_outputs: bool = False  # norms on the outputs of attention and MLP in place of their inputs (OLMo Hybrid)
     chooses: bool = True  # in a network with indexers: False reads the positions that an earlier layer chose
     entry_tokens: int = 0  # that one compressed entry stands for, in a network with entries; 0: the layer has none
     chooses_entries: bool = False  # an indexer chooses the entries, which overlap
@@ -77,6 +78,7 @@ class MoeConfig:
     router_bias: bool = False
     expert_bias: bool = False
     shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
+    shared_mean: bool = False  # the outputs of the experts and of the shared MLP are averaged (Cohere 2)
     shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
     scales_inputs: bool = False  # the weight of a token's one expert multiplies its input, not its output (Llama 4)
     band: float = 0.0  # sparse mixing (`kernels.interface.Router`); 0: off

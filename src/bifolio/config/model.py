@@ -247,6 +247,8 @@ class ModelConfig:
                 )
             if not (layer.attention or layer.recurrent or layer.mlp):
                 raise ConfigError(f"layer {index} has neither attention, nor a recurrence, nor an MLP")
+            if layer.norms_outputs and not self._has_movable_norms:
+                raise ConfigError(f"layer {index} has norms on its outputs, and the model has others than on inputs")
             if layer.rope is not None and layer.rope >= max(len(self.ropes), 1):
                 raise ConfigError(f"layer {index} names a rope configuration that does not exist")
             source = self.kv_source(index)
@@ -261,6 +263,12 @@ class ModelConfig:
             raise ConfigError("models without any attention or recurrent layer are not supported")
         if (self.recurrent is not None) != bool(self.recurrent_layers):
             raise ConfigError("a model with a recurrent configuration has no recurrent layer, or the reverse")
+
+    @property
+    def _has_movable_norms(self) -> bool:
+        """Whether norms on the inputs of attention and MLP may be on the outputs in some layers."""
+        others = self.post_norms or self.parallel_block or self.residual_norms or self.kept_norms
+        return self.pre_norms and not others and self.streams is None and self.shared_blocks is None
 
     def _check_encoder(self) -> None:
         """Check the fields of encoders."""

@@ -38,7 +38,8 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
 
 def _attention(config: ModelConfig, layer: int) -> int:
     if config.mla is not None:
-        return _latent(config, config.mla) + (_indexer(config, config.mla) if layer in config.indexed_layers else 0)
+        gates = config.hidden_size * config.gate_size(layer)
+        return gates + _latent(config, config.mla) + _indexer(config, config.mla) * (layer in config.indexed_layers)
     if config.compressed is not None:
         return _compressed(config, config.compressed, layer)
     d, dim = config.hidden_size, config.head_size(layer)

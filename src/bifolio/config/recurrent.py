@@ -36,8 +36,10 @@ class RecurrentConfig:
     norm_first: bool = True
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    rate_scale: float = 1.0  # delta and keyed: factor of the rate at which a state learns
+    decay_bound: float = 0.0  # keyed: most of -log of a decay; 0: none
     tiled: bool = False  # order of the heads: `kernels.interface.Recurrence`
-    step_rank: int = 0  # selective: of the projection of dt; keyed: of those of a and z
+    step_rank: int = 0  # selective: of the projection of dt; keyed: of those of a and z; 0: they are whole
     step_norms: Literal["none", "plain", "weighted"] = "none"  # selective: RMS norms of dt, b and c
     step_norm_eps: float = 1e-6
     norm_eps: float = 0.0  # of the gated norm; 0: that of the model
@@ -61,12 +63,18 @@ class RecurrentConfig:
                 self._check_channels()
             elif self.kind == "rwkv":
                 self._check_rwkv()
-            elif self.kind == "keyed" and (self.step_rank < 1 or self.heads != self.groups):
-                raise ConfigError("keyed recurrent layers have a group for each head and a rank of their gates")
+            elif self.kind == "keyed" and (self.step_rank < 0 or self.heads != self.groups):
+                raise ConfigError("keyed recurrent layers have a group for each head and a rank of their gates, or 0")
             elif self.channels != self.inner_size + 2 * self.groups * self.key_size:
                 raise ConfigError(f"the convolution of the recurrent layers must not have {self.channels} channels")
             if self.inner_size % self.norm_groups:
                 raise ConfigError(f"{self.inner_size} outputs cannot be normed in {self.norm_groups} groups")
+        if not (math.isfinite(self.rate_scale) and self.rate_scale > 0):
+            raise ConfigError(f"the rates of recurrent layers cannot be multiplied by {self.rate_scale}")
+        if not (math.isfinite(self.decay_bound) and self.decay_bound >= 0) or (
+            self.decay_bound and self.kind != "keyed"
+        ):
+            raise ConfigError(f"the decays of recurrent layers cannot have the bound {self.decay_bound}")
         if math.isnan(self.dt_limits[0]) or not self.dt_limits[0] <= self.dt_limits[1]:
             raise ConfigError(f"the limits of dt must be in order, not {self.dt_limits}")
 
@@ -120,6 +128,8 @@ class RecurrentConfig:
             return (inner, inner, keys, keys)
         if self.kind == "delta":
             return (keys, keys, inner, inner, heads, heads)
+        if self.kind == "keyed" and not self.step_rank:
+            return (keys, keys, inner, inner, heads, keys)
         if self.kind == "keyed":
             return (keys, keys, inner, heads, self.step_rank, self.step_rank)
         return (inner, inner, keys, keys, heads)

@@ -187,8 +187,10 @@ class Recurrence:
     is none. Then, for each head of a token, with a state S of [K, V] in f32 and q, k, b, c of the head's group:
 
         delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
-               S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V
-        keyed  as delta, but a, bias and r have a value for each row of S, and sigmoid(z) takes the place of silu(z)
+               S <- r * S;  S <- S + k (rate_scale * sigmoid(beta) * (v - k^T S));  y = q^T S
+               out = norm(y) * silu(z), norm over V
+        keyed  as delta, but a, bias and r have a value for each row of S, and sigmoid(z) takes the place of silu(z);
+               with a `decay_bound` r = exp(-decay_bound * sigmoid(-decay * (a + bias)))
         mamba  dt <- clip(softplus(dt + bias), dt_limits);  S <- exp(dt * decay) * S + b (dt * x)^T
                y = c^T S + skip * x
                out = norm(y * silu(z)), or norm(y) * silu(z) if `norm_first`; the norm is over H * V / `norm_groups`;
@@ -224,6 +226,8 @@ class Recurrence:
     norm_first: bool = True
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    rate_scale: float = 1.0  # delta and keyed
+    decay_bound: float = 0.0  # keyed: most of -log r; 0: none
     tiled: bool = False  # delta: head h belongs to group h % groups, instead of h // (heads // groups)
     factors: Array | None = None  # shift: f32[n, channels]; rwkv: f32[3, heads * key_size]
     column: int = 0  # shift: the first one in a window

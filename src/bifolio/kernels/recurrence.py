@@ -103,9 +103,16 @@ def _delta_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
     q, k, v = np.split(_silu(mixed), [keys, 2 * keys])
     q, k = (_to_heads(_unit(part.reshape(r.groups, r.key_size)), r)[:, :, None] for part in (q, k))  # [H, K, 1]
     q = q / np.float32(np.sqrt(r.key_size))
-    steps = _softplus(a + r.bias).reshape(r.heads, -1, 1)  # [H, 1, 1], keyed: [H, K, 1]
-    state = state * np.exp(steps * np.asarray(r.decay)[:, None, None])
-    change = _sigmoid(beta)[:, None] * (v.reshape(r.heads, r.value_size) - (state * k).sum(axis=1))
+    steps, decay = (a + r.bias).reshape(r.heads, -1, 1), np.asarray(r.decay)[:, None, None]  # keyed: [H, K, 1]
+    if r.decay_bound:
+        state = state * np.exp(-np.float32(r.decay_bound) * _sigmoid(-decay * steps))
+    else:
+        state = state * np.exp(_softplus(steps) * decay)
+    change = (
+        np.float32(r.rate_scale)
+        * _sigmoid(beta)[:, None]
+        * (v.reshape(r.heads, r.value_size) - (state * k).sum(axis=1))
+    )
     state = state + k * change[:, None, :]
     y = _norm((state * q).sum(axis=1), r.norm)
     return y.reshape(-1) * (_sigmoid(z) if r.kind == "keyed" else _silu(z)), window, state

@@ -142,9 +142,12 @@ def _delta_rule(
     q, k = (_to_heads(_unit(part.unflatten(-1, (r.groups, r.key_size))), r)[..., None] for part in (q, k))
     q, v = q / r.key_size**0.5, v.unflatten(-1, (r.heads, r.value_size))
     own_decay, bias = _given(r)
-    steps: Array = F.softplus(a + bias)
-    decay = torch.exp(own_decay[:, None] * steps.unflatten(-1, (r.heads, -1)))[..., None]  # keyed: [s, n, H, K, 1]
-    beta = torch.sigmoid(beta)[..., None]
+    steps: Array = (a + bias).unflatten(-1, (r.heads, -1))  # keyed: [s, n, H, K]
+    if r.decay_bound:
+        logarithms = -r.decay_bound * torch.sigmoid(-own_decay[:, None] * steps)
+    else:
+        logarithms = own_decay[:, None] * F.softplus(steps)
+    decay, beta = torch.exp(logarithms)[..., None], (r.rate_scale * torch.sigmoid(beta))[..., None]
     outputs, states = [], []
     for i in range(v.shape[1]):
         state = state * decay[:, i]

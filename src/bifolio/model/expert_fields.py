@@ -57,9 +57,17 @@ def scoring_by(reader: Callable[[Reading], str]) -> Key:
     return Key("expert_gating_func", reader=reader, write=lambda kind: _SOFTMAX if kind == "softmax" else _SIGMOID)
 
 
+def _leading_from_gguf(values: Reading) -> tuple[bool, ...]:
+    return first_layers(values, values.header.count(".leading_dense_block_count", 0))
+
+
 def _write_leading(values: Writing) -> dict[str, int]:
     first = leading_dense(values)
     return {"leading_dense_block_count": first} if first else {}
+
+
+def _always_leading(values: Writing) -> dict[str, int]:
+    return {"leading_dense_block_count": leading_dense(values)}
 
 
 def _write_sum(values: Writing) -> dict[str, bool]:
@@ -152,11 +160,10 @@ EXPERTS = (
     Field("moe.router_bias", gguf=_in_first_layer("ffn_gate_inp.bias")),
     Field("moe.expert_bias", gguf=_in_first_layer("ffn_down_exps.bias")),
     Field("moe.shared_size", gguf=Form(_shared_size, _write_shared_size)),
-    Field(
-        "layers.dense",
-        gguf=Form(lambda v: first_layers(v, v.header.count(".leading_dense_block_count", 0)), _write_leading),
-    ),
+    Field("layers.dense", gguf=Form(_leading_from_gguf, _write_leading)),
 )
+# Of architectures whose readers ask for the number also where it is 0.
+LEADING = Field("layers.dense", gguf=Form(_leading_from_gguf, _always_leading))
 # Experts as wide as the MLPs of the model, whose weights add up to 1.
 ADD_UP = Field("moe.renormalise", hf=None, gguf=ADDS_UP, default=True)
 WIDE = Field("moe.expert_size", hf=Key("intermediate_size", reader=lambda v: v["intermediate_size"]))

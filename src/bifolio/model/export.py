@@ -247,6 +247,7 @@ def _recurrence(
         return
     decay = recurrence.decay
     stored = decay if decay is None or not names.decay_log else np.log(-np.asarray(decay))
+    stored = -np.asarray(stored) if stored is not None and names.decay_positive else stored
     if stored is not None and recurrent.selective is not None:
         stored = np.ascontiguousarray(np.asarray(stored).T)
     yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)

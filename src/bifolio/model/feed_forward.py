@@ -62,7 +62,7 @@ def mixture(
     shared = shared if moe.mlp_output_norm is None else kernels.norm(shared, moe.mlp_output_norm)
     if moe.shared_gate is not None:
         shared = kernels.gate(shared, product(x, moe.shared_gate, batch, kernels))
-    return kernels.add(mixed, shared)
+    return kernels.add(mixed, shared, 0.5 if moe.shared_mean else 1.0)
 
 
 def product(x: Array, linear: Linear, batch: Batch, kernels: KernelSet) -> Array:

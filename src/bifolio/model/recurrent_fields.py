@@ -41,6 +41,23 @@ def mamba_names(prefix: str) -> RecurrentNames:
     )
 
 
+def separate_names(
+    prefix: str, inputs: tuple[str, ...], conv: str, output: str, vectors: tuple[str, str, str]
+) -> RecurrentNames:
+    """The names of a delta net with a matrix for each part of its inputs; `vectors`: of decay, bias and norm."""
+    query, key, value = (prefix + conv.format(part) for part in "qkv")
+    decay, bias, norm = (prefix + name for name in vectors)
+    return RecurrentNames(
+        tuple((prefix + name, 1) for name in inputs),
+        conv=(query, key, value),
+        output=prefix + output,
+        decay=decay,
+        bias=bias,
+        norm=norm,
+        conv_axis=True,
+    )
+
+
 # -- layers with attention, and with a recurrence ---------------------------------------------------------------------
 def _attention_from_gguf(values: Reading) -> tuple[bool, ...]:
     return tuple(heads > 0 for heads in values.header.by_layer(".attention.head_count_kv", len(values.layers)))

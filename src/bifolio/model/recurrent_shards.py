@@ -94,7 +94,7 @@ def config_part(own: RecurrentConfig, part: RecurrentPart, size: int) -> Recurre
 
 
 def input_rows(recurrence: Recurrence, part: RecurrentPart, rank: int = 0) -> list[Span]:
-    """The rows of a rank in the input projection; `rank`: of the low-rank products of a keyed recurrence."""
+    """The rows of a rank in the input projection; `rank`: of the low-rank products of a keyed recurrence, or 0."""
     if recurrence.kind == "conv":
         return [_shifted(part.channels, 1, number * recurrence.channels) for number in range(3)]
     inner, keys = recurrence.heads * recurrence.value_size, recurrence.groups * recurrence.key_size
@@ -102,7 +102,8 @@ def input_rows(recurrence: Recurrence, part: RecurrentPart, rank: int = 0) -> li
     widths = {
         "delta": ((keys, key), (keys, key), (inner, value), (inner, value), (recurrence.heads, one),
                   (recurrence.heads, one)),
-        "keyed": ((keys, key), (keys, key), (inner, value), (recurrence.heads, one)),
+        "keyed": ((keys, key), (keys, key), (inner, value), (recurrence.heads, one)) if rank else
+                 ((keys, key), (keys, key), (inner, value), (inner, value), (recurrence.heads, one), (keys, key)),
         "mamba": ((inner, value), (inner, value), (keys, key), (keys, key), (recurrence.heads, one)),
         "lightning": ((inner, value), (inner, value), (keys, key), (keys, key)),
     }[recurrence.kind]  # fmt: skip
@@ -111,7 +112,7 @@ def input_rows(recurrence: Recurrence, part: RecurrentPart, rank: int = 0) -> li
     for number, (width, unit) in enumerate(widths):
         rows.append(_shifted(part.groups if number in by_group else part.heads, unit, first))
         first += width
-    return rows if recurrence.kind != "keyed" else [*rows, (first, first + 2 * rank)]
+    return [*rows, (first, first + 2 * rank)] if recurrence.kind == "keyed" and rank else rows
 
 
 def shard_recurrence(recurrence: Recurrence, part: RecurrentPart, own: RecurrentConfig) -> Recurrence:

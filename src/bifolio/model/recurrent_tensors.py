@@ -35,6 +35,7 @@ class RecurrentNames:
     norm: str = ""
     conv_axis: bool = False  # the convolution is stored as [channels, 1, width]
     decay_log: bool = False  # the file has log(-decay)
+    decay_positive: bool = False  # the file has -decay
     column_vectors: bool = False  # decay and skip are stored as [heads, 1]
     decay_axes: bool = False  # decay is stored as [1, 1, heads, 1]
     grouped_norm: bool = False  # the norm is stored as [groups, size / groups]
@@ -91,7 +92,7 @@ def assemble_recurrence(
     decay, bias = None, flat(names.bias, (own.bias_size,)) if names.bias and own.vectors else None
     if names.decay and own.vectors:
         decay = flat(names.decay, heads)
-        decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
+        decay = -array_namespace(decay).exp(decay) if names.decay_log else -decay if names.decay_positive else decay
     if is_selective:
         decay = selective_decay(vector(prefix + names.decay, (own.channels, own.key_size)), names.decay_log)
     if own.kind == "lightning":
@@ -120,6 +121,8 @@ def assemble_recurrence(
         norm_groups=own.norm_groups,
         dt_limits=own.dt_limits,
         tiled=own.tiled,
+        rate_scale=own.rate_scale,
+        decay_bound=own.decay_bound,
     )
     return RecurrentWeights(
         linear(_input_parts(names, own), d),

@@ -255,13 +255,15 @@ def _layer(
         )
 
     def post_norm(name: str, wanted: bool) -> Norm | None:
-        return stored_norm(config, prefix + name, d, vector) if config.post_norms and wanted else None
+        has_norm = config.post_norms or own_layer.norms_outputs
+        return stored_norm(config, prefix + name, d, vector) if has_norm and wanted else None
 
     def sub_norm(name: str, size: int, wanted: bool) -> Norm | None:
         return stored_norm(config, prefix + name, size, vector) if config.sub_norms and wanted else None
 
     def residual_norm(name: str, wanted: bool) -> Norm | None:
-        if not (config.pre_norms or config.residual_norms) or not wanted:
+        has_norm = (config.pre_norms and not own_layer.norms_outputs) or config.residual_norms
+        if not has_norm or not wanted:
             return None
         prefixed = (prefix if name == names.attention_norm else home) + name
         return _on_residual(config, stored_norm(config, prefixed, d, vector))
@@ -398,6 +400,7 @@ def _moe(
         ),
         shared_gate=gate,
         scales_inputs=moe.scales_inputs,
+        shared_mean=moe.shared_mean,
         router_norm=router_norm,
         input_norm=norm(names.expert_norm),
         output_norm=norm(names.post_expert_norm),

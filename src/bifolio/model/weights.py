@@ -66,6 +66,7 @@ class MoeWeights:
     shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
     shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
     scales_inputs: bool = False  # weights multiply the inputs of the experts
+    shared_mean: bool = False  # the outputs of the experts and of the shared MLP are averaged
     # Experts beside the MLP of the layer read the residual stream through norms of their own.
     router_norm: Norm | None = None
     input_norm: Norm | None = None
@@ -389,6 +390,7 @@ def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         or layer.cutoff is not None
         or moe.scales_inputs
         or moe.table is not None
+        or moe.shared_mean
         or moe.experts.host is not None
     ):
         return layer

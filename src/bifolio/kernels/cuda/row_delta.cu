@@ -29,7 +29,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const u16 *x,  // [s, stride]: q, k, v, z, beta, a
     float *windows, float *states, const int *reads, const int *writes, const float *conv_weight, const float *conv_bias,
     const float *decay, const float *bias, const float *norm, u16 *out, int stride, int channels, float query_scale,
-    float length_eps, float eps) {
+    float length_eps, float eps, float rate_scale) {
     launch_dependents();
     __shared__ float mixed[CHANNELS];  // queries, keys, values
     __shared__ float key_sums[PARTS][TILE], query_sums[PARTS][TILE], squares[TILE], peer_square[TILES];
@@ -65,7 +65,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     wait_inputs();
     const u16 *row = x + (u64)sequence * stride, *gates = row + channels + heads * TILE * TILES + head;
-    float rate = 1.0f / (1.0f + __expf(-number(gates[0]))), step = number(gates[heads]) + own_bias;
+    float rate = rate_scale / (1.0f + __expf(-number(gates[0]))), step = number(gates[heads]) + own_bias;
     float gate = silu(number(row[channels + (head * TILES + tile) * TILE + column]));
     float newest[ROUNDS];
 #pragma unroll

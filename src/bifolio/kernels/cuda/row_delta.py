@@ -78,7 +78,7 @@ def row_delta(
         WARPS * 32,
         (
             x, windows, states, reads, writes, r.conv_weight, r.bias if r.conv_bias is None else r.conv_bias, r.decay,
-            r.bias, r.norm.weight, out, x.stride(0), r.channels, r.key_size**-0.5, L2_EPS, r.norm.eps,
+            r.bias, r.norm.weight, out, x.stride(0), r.channels, r.key_size**-0.5, L2_EPS, r.norm.eps, r.rate_scale,
         ),
         shared_bytes=0,
         pdl=True,

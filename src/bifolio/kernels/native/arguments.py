@@ -108,7 +108,7 @@ def native_recurrence(r: Recurrence) -> Any:
         return library().Recurrence.rwkv(r.heads, r.key_size, r.value_size, r.channels, *own)
     vectors = (_optional(array) for array in (r.conv_bias, _flat(r.decay), r.bias, r.skip))
     sizes = (r.width, r.channels, r.heads, r.groups, r.key_size, r.value_size)
-    options = (r.norm_first, r.norm_groups, *r.dt_limits, r.tiled)
+    options = (r.norm_first, r.norm_groups, *r.dt_limits, r.tiled, r.rate_scale, r.decay_bound)
     weights = floats(r.conv_weight), *vectors, native_norm(r.norm)
     return library().Recurrence(RECURRENCE_CODES[r.kind], *sizes, *weights, *options)
 

@@ -54,6 +54,12 @@ def positive_step(step: tl.tensor, least: tl.tensor, most: tl.tensor) -> tl.tens
 
 
 @triton.jit
+def bounded_step(step: tl.tensor, own_decay: tl.tensor, bound: tl.tensor) -> tl.tensor:
+    """The logarithm of a decay of at least exp(-bound)."""
+    return -bound / (1.0 + tl.exp(own_decay * step))
+
+
+@triton.jit
 def load_rows(source: tl.tensor, rows: tl.tensor, stride: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(source + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
@@ -99,6 +105,7 @@ def _prepare_kernel(
     key_start: tl.tensor,
     least: tl.tensor,
     most: tl.tensor,
+    rate_scale: tl.tensor,
     DELTA: tl.constexpr,
     STEPS: tl.constexpr,  # decays depend on the token
     TILED: tl.constexpr,
@@ -125,7 +132,7 @@ def _prepare_kernel(
             step = tl.load(gate + heads, mask=inside, other=0.0).to(tl.float32)
         if STEPS:
             step = positive_step(step + own_bias, least, most)
-        rate = tl.where(inside, 1.0 / (1.0 + tl.exp(-rate)) if DELTA else step, 0.0)
+        rate = tl.where(inside, rate_scale / (1.0 + tl.exp(-rate)) if DELTA else step, 0.0)
         total = tl.cumsum(tl.where(inside, step * own_decay, 0.0), axis=0)
         mask = inside[:, None] & (key < key_size)[None, :]
         first = mixed + start * channels + group * key_size
@@ -310,7 +317,7 @@ def scan_chunks(
     _prepare_kernel[(count, r.heads)](
         mixed, gates, chunks.starts, chunks.lengths, r.decay, r.bias if has_steps(r) else r.decay, sums, weights,
         solutions, gates.stride(0), r.heads, r.groups, r.key_size, r.channels, *columns[:2], least, most,
-        DELTA=is_delta, STEPS=has_steps(r), TILED=r.tiled, KEYS=keys,
+        r.rate_scale, DELTA=is_delta, STEPS=has_steps(r), TILED=r.tiled, KEYS=keys,
         CHUNK=CHUNK, BLOCK=SOLVED, PRECISION=precision, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     tiles = triton.cdiv(r.value_size, values)

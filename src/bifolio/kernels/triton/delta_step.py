@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import Recurrence
-from bifolio.kernels.triton.chunked_scan import head_group, positive_step
+from bifolio.kernels.triton.chunked_scan import bounded_step, head_group, positive_step
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 LARGEST_STATE = 128 * 128  # numbers of a head's state that fit in the registers of a program
@@ -88,7 +88,10 @@ def _delta_step_kernel(
     value_size: tl.tensor,
     channels: tl.tensor,
     eps: tl.tensor,
+    rate_scale: tl.tensor,
+    bound: tl.tensor,
     KEYED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     TILED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     NORM_FIRST: tl.constexpr,
@@ -110,9 +113,12 @@ def _delta_step_kernel(
     target = tl.load(writes + sequence).to(tl.int64)
     gate = tl.load(own + head * value_size + columns, mask=has_value, other=0.0).to(tl.float32)
     rates = own + heads * value_size + head
-    rate = 1.0 / (1.0 + tl.exp(-tl.load(rates).to(tl.float32)))
-    step = positive_step(tl.load(rates + steps).to(tl.float32) + own_bias, 0.0, float("inf"))
-    kept = tl.exp(step * own_decay)
+    rate = rate_scale / (1.0 + tl.exp(-tl.load(rates).to(tl.float32)))
+    step = tl.load(rates + steps).to(tl.float32) + own_bias
+    if BOUNDED:
+        kept = tl.exp(bounded_step(step, own_decay, bound))
+    else:
+        kept = tl.exp(positive_step(step, 0.0, float("inf")) * own_decay)
     if KEYED:
         kept = kept[:, None]
     state *= kept
@@ -155,8 +161,8 @@ def delta_step(
     _delta_step_kernel[(r.heads, count)](
         mixed, x, states, reads, writes, r.decay, r.bias, r.bias if r.norm is None else r.norm.weight, out, x.stride(0),
         r.heads, r.groups, r.key_size, r.value_size, r.channels, 0.0 if r.norm is None else r.norm.eps,
-        KEYED=r.kind == "keyed", TILED=r.tiled, HAS_NORM=r.norm is not None,
-        NORM_FIRST=r.norm_first or r.norm is None, KEYS=keys, VALUES=values,
+        r.rate_scale, r.decay_bound, KEYED=r.kind == "keyed", BOUNDED=r.decay_bound > 0, TILED=r.tiled,
+        HAS_NORM=r.norm is not None, NORM_FIRST=r.norm_first or r.norm is None, KEYS=keys, VALUES=values,
         num_warps=max(1, keys * values // NUMBERS_PER_WARP), **OVERLAPPED,
     )  # fmt: skip
     return out

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import Recurrence, Storage
-from bifolio.kernels.triton.chunked_scan import SOLVED, inverse, load_rows, positive_step, values_of
+from bifolio.kernels.triton.chunked_scan import SOLVED, bounded_step, inverse, load_rows, positive_step, values_of
 from bifolio.kernels.triton.delta_step import head_steps
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.scan_plan import CHUNK, Chunks, programs_of
@@ -36,10 +36,13 @@ def _decay_kernel(
     decay: tl.tensor,  # f32[heads]
     bias: tl.tensor,  # f32[heads * key_size]
     sums: tl.tensor,  # f32[c, heads, CHUNK, KEYS]
-    rates: tl.tensor,  # f32[c, heads, CHUNK]  sigmoid(beta)
+    rates: tl.tensor,  # f32[c, heads, CHUNK]  rate_scale * sigmoid(beta)
     gate_stride: tl.tensor,
     heads: tl.tensor,
     key_size: tl.tensor,
+    rate_scale: tl.tensor,
+    bound: tl.tensor,
+    BOUNDED: tl.constexpr,
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
@@ -51,10 +54,11 @@ def _decay_kernel(
     if length > 0:  # plans of a fixed size have unused chunks
         inside = row < length
         gate = gates + (tl.load(starts + chunk).to(tl.int64) + row) * gate_stride + head
-        rate = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=inside, other=0.0).to(tl.float32)))
+        rate = rate_scale / (1.0 + tl.exp(-tl.load(gate, mask=inside, other=0.0).to(tl.float32)))
         step = tl.load(gate[:, None] + steps[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        step = positive_step(step + own_bias[None, :], 0.0, float("inf"))
-        total = tl.cumsum(tl.where(inside[:, None], step * own_decay, 0.0), axis=0)
+        step += own_bias[None, :]
+        step = bounded_step(step, own_decay, bound) if BOUNDED else positive_step(step, 0.0, float("inf")) * own_decay
+        total = tl.cumsum(tl.where(inside[:, None], step, 0.0), axis=0)
         place = (chunk.to(tl.int64) * heads + head) * CHUNK + row
         tl.store(sums + place[:, None] * KEYS + key[None, :], total)
         tl.store(rates + place, tl.where(inside, rate, 0.0))
@@ -217,7 +221,7 @@ def scan_keyed_chunks(
     precision = "tf32x3" if gates.dtype == torch.float32 else "tf32"
     _decay_kernel[(count, r.heads)](
         gates, chunks.starts, chunks.lengths, r.decay, r.bias, sums, rates, gates.stride(0), r.heads, r.key_size,
-        KEYS=keys, CHUNK=CHUNK, num_warps=4, **OVERLAPPED,
+        r.rate_scale, r.decay_bound, BOUNDED=r.decay_bound > 0, KEYS=keys, CHUNK=CHUNK, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     _weigh_kernel[(count, r.heads)](
         mixed, chunks.starts, chunks.lengths, sums, rates, weights, solutions, r.heads, r.key_size, r.channels,

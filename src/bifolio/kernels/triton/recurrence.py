@@ -24,7 +24,14 @@ import triton.language as tl
 from bifolio.kernels.cuda.row_delta import can_step, row_delta
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
-from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, has_steps, head_group, positive_step, scan_chunks
+from bifolio.kernels.triton.chunked_scan import (
+    LARGEST_KEY,
+    bounded_step,
+    has_steps,
+    head_group,
+    positive_step,
+    scan_chunks,
+)
 from bifolio.kernels.triton.delta_step import delta_step, gated_norm, has_one_step, head_steps
 from bifolio.kernels.triton.keyed_chunks import scan_keyed_chunks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
@@ -137,20 +144,26 @@ def _advanced(
     own_bias: tl.tensor,  # KEYED: of each row
     least: tl.tensor,
     most: tl.tensor,
+    rate_scale: tl.tensor,
+    bound: tl.tensor,
     DELTA: tl.constexpr,
     KEYED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> tl.tensor:
     """The state after one token more."""
     change = value
     if STEPS:
         if DELTA:
-            rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+            rate = rate_scale / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
             step = tl.load(gate + steps).to(tl.float32) + own_bias
         else:
             step = tl.load(gate).to(tl.float32) + own_bias
-        step = positive_step(step, least, most)
-        kept = tl.exp(step * own_decay)
+        if BOUNDED:
+            kept = tl.exp(bounded_step(step, own_decay, bound))
+        else:
+            step = positive_step(step, least, most)
+            kept = tl.exp(step * own_decay)
         if KEYED:
             kept = kept[:, None]
         state *= kept
@@ -185,8 +198,11 @@ def _scan_kernel(
     value_start: tl.tensor,
     least: tl.tensor,
     most: tl.tensor,
+    rate_scale: tl.tensor,
+    bound: tl.tensor,
     DELTA: tl.constexpr,
     KEYED: tl.constexpr,  # each row of a state has its own decay
+    BOUNDED: tl.constexpr,  # which is at least exp(-bound)
     STEPS: tl.constexpr,  # decays depend on the token
     TILED: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -225,7 +241,10 @@ def _scan_kernel(
         query = tl.load(mixed_queries + token * channels + rows, mask=has_key, other=0.0)
         value = tl.load(mixed_values + token * channels + columns, mask=has_value, other=0.0)
         gate = gates + token * gate_stride
-        state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED, STEPS)
+        state = _advanced(
+            state, key, value, gate, steps, own_decay, own_bias, least, most, rate_scale, bound, DELTA, KEYED,
+            BOUNDED, STEPS,
+        )  # fmt: skip
         y = tl.sum(state * query[:, None], axis=0) + own_skip * value
         tl.store(out + token * heads * value_size + columns, y, mask=has_value)
         if HAS_STATES:
@@ -250,7 +269,10 @@ def _scan_kernel(
                 query = tl.load(query_rows + token * channels + rows, mask=has_key, other=0.0)
                 value = tl.load(value_rows + token * channels + columns, mask=has_value, other=0.0)
                 gate = gate_rows + token * gate_stride
-                state = _advanced(state, key, value, gate, steps, own_decay, own_bias, least, most, DELTA, KEYED, STEPS)
+                state = _advanced(
+                    state, key, value, gate, steps, own_decay, own_bias, least, most, rate_scale, bound, DELTA, KEYED,
+                    BOUNDED, STEPS,
+                )  # fmt: skip
                 y = tl.sum(state * query[:, None], axis=0) + own_skip * value
                 tl.store(out_rows + token * heads * value_size + columns, y, mask=has_value)
                 if HAS_STATES:
@@ -379,7 +401,8 @@ def _scan_tokens(
         mixed, gates, mixed if storage is None else storage.recurrent[r.layer], spans.starts, spans.ends, spans.reads,
         spans.reads if spans.count is None else spans.count, writes, r.decay, r.bias if has_steps(r) else r.decay,
         r.decay if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
-        r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, KEYED=r.kind == "keyed",
+        r.key_size, r.value_size, r.channels, *starts, least, most, r.rate_scale, r.decay_bound, DELTA=is_delta,
+        KEYED=r.kind == "keyed", BOUNDED=r.decay_bound > 0,
         STEPS=has_steps(r), TILED=r.tiled, HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None,
         IS_DECODE=is_decode, ONE_TOKEN=one_token,
         COUNTED=spans.count is not None, KEYS=rows, VALUES=columns, STAGES=STAGES, num_warps=warps, **OVERLAPPED,

@@ -18,6 +18,7 @@ FAMILY = Family(
     hf_class="Cohere2ForCausalLM",
     hf_defaults={"logit_scale": 0.0625, "sliding_window": 4096, "tie_word_embeddings": True},
     hf_always=("attention_bias",),
+    hf_text_part=True,
     hf_interleaved=True,
     gguf_architectures=("cohere2",),
     gguf_written={"rope.scaling.type": "none"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,13 @@ from bifolio.model.gguf.rope_fields import read_rope, rope_entries
 from bifolio.model.huggingface.rope_fields import PARAMETERS, read_ropes, rope_object, rope_parameters
 
 PERIOD, GGUF_PERIOD = "original_max_position_embeddings", "rope.scaling.original_context_length"
+
+
+def variant(raw: Mapping[str, Any]) -> str:
+    """The type of the text part of a model of text and images."""
+    inner = raw.get("text_config")
+    named = inner.get("model_type") if isinstance(inner, Mapping) else None
+    return "mistral4" if named == "mistral4" else "mistral3"
 
 
 def ropes_to_hf(values: Writing) -> dict[str, Any]:
@@ -51,6 +59,7 @@ FAMILY = Family(
         ),
     ),
     hf_types=("ministral3", "mistral3"),
+    hf_variant=variant,
     hf_class="Ministral3ForCausalLM",
     hf_defaults={"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
     hf_always=("sliding_window",),
