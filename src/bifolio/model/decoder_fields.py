@@ -15,6 +15,7 @@ from bifolio.model.window_fields import EVERY_LAYER, GGUF_WINDOWS, ropes_by_wind
 
 EMBEDDING = "token_embd.weight"
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
+NORM_EPS = Field("norm_eps", hf=Key("layer_norm_eps", default=1e-5))  # of families with layer norms
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",

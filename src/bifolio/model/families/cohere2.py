@@ -1,12 +1,11 @@
 """Command R7B, Command A (Cohere 2): attention and MLP side by side; one of four layers has no window and no rope."""
 
-from bifolio.model.decoder_fields import or_one
+from bifolio.model.decoder_fields import NORM_EPS, or_one
 from bifolio.model.families.family import Family
 from bifolio.model.fields import Field, Key
 from bifolio.model.window_fields import BY_TYPE, LOCAL_POSITIONS
 
 NETWORK = {"norm": "layer", "norm_bias": False, "parallel_block": True}
-NORM_EPS = Field("norm_eps", hf=Key("layer_norm_eps", default=1e-5))
 FIELDS = (NORM_EPS, Field("logit_scale", hf="logit_scale", gguf=Key("logit_scale", read=or_one)))
 
 FAMILY = Family(

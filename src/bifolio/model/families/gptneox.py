@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
+from bifolio.model.decoder_fields import NORM_EPS
 from bifolio.model.description import Reading, Writing
-from bifolio.model.families.cohere2 import NORM_EPS
 from bifolio.model.families.family import Family
 from bifolio.model.fields import Field, Form
 from bifolio.model.huggingface.rope_fields import read_rope, rope_parameters, rotated, scaling_object

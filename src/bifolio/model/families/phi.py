@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bifolio.model.families.cohere2 import NORM_EPS
+from bifolio.model.decoder_fields import NORM_EPS
 from bifolio.model.families.family import Family
 from bifolio.model.stored_form import either_qkv
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA

@@ -1,6 +1,6 @@
 """StableLM: layer norms, rope on a quarter of each head; some models run attention and MLP side by side."""
 
-from bifolio.model.families.cohere2 import NORM_EPS
+from bifolio.model.decoder_fields import NORM_EPS
 from bifolio.model.families.family import Family
 from bifolio.model.fields import Field, Key
 
