@@ -273,6 +273,7 @@ class Watch:
         self._changed = threading.Condition()
         self._lost: str | None = None
         self._closing = False
+        self._reader: threading.Thread | None = None
 
     def add(self, rank: int, files: tuple[int, int, int], settings: dict[str, Any]) -> None:
         """Start the process of a rank. `files`: its shared memory, the bytes of commands in it, the shared blocks."""
@@ -290,7 +291,8 @@ class Watch:
         self.connections[rank].send(settings)
 
     def start(self) -> None:
-        threading.Thread(target=self._read, name="bifolio-ranks", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="bifolio-ranks", daemon=True)
+        self._reader.start()
 
     @property
     def pids(self) -> list[int]:
@@ -336,6 +338,8 @@ class Watch:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._reader is not None and self._reader is not threading.current_thread():  # finalizers run on any thread
+            self._reader.join(END_SECONDS)
 
     def _read(self) -> None:
         """Read messages until all sockets are closed."""
