@@ -174,7 +174,7 @@ def choose_entries(
         for row, count in zip(range(part.start, part.stop), seen.tolist(), strict=True):
             if count <= shape.top_k:
                 continue
-            scores = xp.clip(heads[row] @ keys[:count].T * shape.scale, 0, None)
+            scores = xp.clip(heads[row] @ keys[:count].T * shape.scale, 0.0, None)
             found[row] = xp.astype(_largest(xp, as_float32(xp, weights[row]) @ scores, shape.top_k), xp.int32)
     return found
 

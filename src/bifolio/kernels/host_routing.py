@@ -40,7 +40,7 @@ def weighed(xp: Any, experts: Array, scores: Array, router: Router) -> Routing:
 def expert_scores(xp: Any, logits: Array, scoring: str) -> Array:
     """The scores of all experts from f32 logits."""
     if scoring == "sqrt_softplus":
-        return xp.sqrt(xp.clip(logits, 0, None) + xp.log1p(xp.exp(-xp.abs(logits))))
+        return xp.sqrt(xp.clip(logits, 0.0, None) + xp.log1p(xp.exp(-xp.abs(logits))))
     if scoring == "sigmoid":
         return 0.5 * (1.0 + xp.tanh(0.5 * logits))
     scores = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
