@@ -159,7 +159,7 @@ class GraphRecorder:
     def __init__(self, device: str) -> None:
         self._device = device
         self._pool: Any = None
-        self._stream = self._taken_stream() if device.startswith("cuda") else None
+        self._stream: Any = self._taken_stream() if device.startswith("cuda") else None
 
     def _taken_stream(self) -> Any:
         """A stream of a closed engine, or a new one: cuBLAS keeps a workspace of 32 MiB for each stream that it saw."""
