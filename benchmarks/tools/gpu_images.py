@@ -56,7 +56,7 @@ def write_model(folder: Path, sizes: dict[str, dict[str, Any]], device: str) -> 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = [tokenizer.token_to_id(mark) for mark in MARKS]
+    ids: list[Any] = [tokenizer.token_to_id(mark) for mark in MARKS]
     section = sizes["text"]["head_dim"] // 8
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True,
             "mrope_section": [4 * section - 2 * (3 * section // 2), 3 * section // 2, 3 * section // 2]}  # fmt: skip

@@ -1,7 +1,7 @@
 """The small models that the doors open: one or more for each family, with a tokenizer, as a folder and as a GGUF file.
 
-`oracle_logits` scores tokens: by transformers, which made the model, or, for models from a store, by the reference
-kernels, which `test_family_rows.py` compares with transformers.
+`oracle_logits` scores tokens: by transformers, which made the model (RWKV-7: by the formulas of its paper), or, for
+models from a store, by the reference kernels, which `test_family_rows.py` compares with transformers.
 
 A store is a folder of models that were written elsewhere, so that a machine needs neither transformers (or an older
 one) nor the gguf package:
@@ -42,6 +42,7 @@ OTHER_NAMES = {"llama3-rope": "llama", "smollm2": "llama", "deepseek3": "deepsee
 CHANGED = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "wqkv", "Wqkv", "query_key_value", "c_attn", "q_a_proj",
            "q_b_proj", "kv_a_proj_with_mqa", "in_proj"}  # fmt: skip  # by adapters, in models that have them
 COMPUTED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # buffers that readers compute from sizes
+BY_FORMULAS = "rwkv7"  # transformers lacks it: the oracle is `rwkv_oracle`
 STORE = Path(os.environ.get("BIFOLIO_DOOR_MODELS") or Path(__file__).with_name("models"))
 
 
@@ -95,6 +96,14 @@ def oracle_model(name: str) -> Any:
 
 
 @cache
+def formulas() -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The weights of RWKV-7, rounded to bf16, and its sizes."""
+    sizes = {**rwkv_oracle.SIZES, "vocab_size": tiny_tokenizer().get_vocab_size()}
+    tensors = rwkv_oracle.random_tensors(sizes)
+    return {name: bf16_to_f32(f32_to_bf16(value)) for name, value in tensors.items()}, sizes
+
+
+@cache
 def adapted_model(name: str) -> tuple[Any, Path]:
     """The small model with an adapter of PEFT, and the folder of the adapter."""
     pytest.importorskip("peft")
@@ -123,11 +132,15 @@ def door_model(name: str, *, use_store: bool = False) -> DoorModel:
 
 
 def write_model(name: str, folder: Path) -> DoorModel:
-    model = oracle_model(name)
-    if name in ROWS:
-        save_row(name, model, folder)
+    if name == BY_FORMULAS:
+        tensors, sizes = formulas()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_safetensors(folder / "model.safetensors", tensors)
+        (folder / "config.json").write_text(json.dumps(sizes))
+    elif name in ROWS:
+        save_row(name, oracle_model(name), folder)
     else:
-        model.save_pretrained(folder)
+        oracle_model(name).save_pretrained(folder)
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return DoorModel(name, folder, folder.with_suffix(".gguf") if has_gguf(name) else None)
 
@@ -145,6 +158,8 @@ def oracle_logits(model: DoorModel, token_ids: tuple[int, ...]) -> np.ndarray:
     """f32[t, vocab]."""
     if model.is_stored:
         return prompt_logits(load_folder(model.folder).weights, list(token_ids))
+    if model.name == BY_FORMULAS:
+        return rwkv_oracle.Oracle(*formulas()).all_logits(list(token_ids))
     scored = oracle_model(model.name) if model.adapter is None else adapted_model(model.name)[0]
     return transformers_logits(scored, token_ids)
 
@@ -157,8 +172,10 @@ def write_store(target: Path, names: Sequence[str]) -> None:
     for name in names:
         folder = target / name.replace(" ", "-")
         folder.mkdir(parents=True)
-        expected = (_write_by_formulas if name == "rwkv7" else _write_rounded)(name, folder, probe)
-        loaded = load_folder(folder)
+        if name != BY_FORMULAS:
+            _round_weights(oracle_model(name))
+        model = write_model(name, folder)
+        loaded, expected = load_folder(folder), oracle_logits(model, probe)
         difference = np.abs(prompt_logits(loaded.weights, list(probe)) - expected).max()
         assert difference < 1e-3, (name, difference)
         if has_gguf(name):
@@ -168,28 +185,13 @@ def write_store(target: Path, names: Sequence[str]) -> None:
     print(f"{len(names)} models, {size / 2**20:.1f} MiB in {target}")
 
 
-def _write_rounded(name: str, folder: Path, probe: tuple[int, ...]) -> np.ndarray:
-    """Write the model of a row, and return its logits in transformers."""
+def _round_weights(model: Any) -> None:
     import torch
 
-    model = oracle_model(name)
     with torch.no_grad():
         for field, value in model.state_dict().items():  # other buffers, such as frequencies, are not in files
             if value.is_floating_point() and not field.endswith(COMPUTED):
                 value.copy_(value.bfloat16().float())
-    write_model(name, folder)
-    return transformers_logits(model, probe)
-
-
-def _write_by_formulas(name: str, folder: Path, probe: tuple[int, ...]) -> np.ndarray:
-    """Write a model of RWKV-7, which transformers lacks, and return its logits by the paper's formulas."""
-    sizes = {**rwkv_oracle.SIZES, "vocab_size": tiny_tokenizer().get_vocab_size()}
-    tensors = {key: bf16_to_f32(f32_to_bf16(value))
-               for key, value in rwkv_oracle.random_tensors(sizes).items()}  # fmt: skip
-    write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(sizes))
-    tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    return rwkv_oracle.Oracle(tensors, sizes).all_logits(list(probe))
 
 
 def _store_in_bf16(folder: Path) -> None:
