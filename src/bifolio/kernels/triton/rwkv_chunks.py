@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""The scan of prompts in chunks for RWKV-7, whose tokens remove what the state knows of a key before it decays.
+"""The scan of prompts in chunks for RWKV-7, whose tokens first remove the value of a key from the state.
 
 As `kernels.triton.keyed_chunks`. Let d_t be the sum of the logarithms of decay of a chunk up to token t, for each key,
 c the removed key, b = rate c, and u_t the row that token t removes. Then with S the state before the chunk
