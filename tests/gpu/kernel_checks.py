@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from attention_checks import cache_checks, decode_checks, prefill_checks
 from check_bench import Check
+from chosen_checks import chosen_checks
 from gemm_checks import norm_checks, product_checks
 from quantised_checks import quantised_checks
 from row_checks import row_checks
@@ -24,5 +25,6 @@ CHECKS: list[Check] = [
     *decode_checks(),
     *shared_attention_checks(),
     *prefill_checks(),
+    *chosen_checks(),
     *quantised_checks(),
 ]

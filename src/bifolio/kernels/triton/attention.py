@@ -30,6 +30,7 @@ from bifolio.kernels.triton.long_attention import (
     long_queries,
     warm_up_long,
 )
+from bifolio.kernels.triton.pass_rows import PassRows
 from bifolio.kernels.triton.prefill import (
     cudnn_attention,
     fixed_rows,
@@ -69,6 +70,7 @@ class Attention:
         self._num_processors, self._deterministic = num_processors, deterministic
         self._staged: list[StagedSegment] = []  # of the running pass
         self._has_padding = False  # tokens of the running pass that belong to no sequence
+        self._rows: tuple[tuple[AttentionSegment, ...], PassRows] | None = None  # of the running pass
         self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
 
     def can_be_near(self, num_sequences: int, shapes: tuple[AttentionShape, ...], storage: Storage) -> bool:
@@ -76,6 +78,18 @@ class Attention:
         if self._deterministic or not self._device.startswith("cuda") or num_sequences > FEW_SEQUENCES:
             return False
         return all(can_attend(shape, self._dtype, storage.keys[shape.layer].dtype) for shape in shapes)
+
+    def rows_of(self, segments: tuple[AttentionSegment, ...]) -> PassRows:
+        """The queries of the running pass, over a cache."""
+        if self._rows is None or self._rows[0] is not segments:
+            staged = self._stage(segments)
+            lengths, owners, tables = staged[0].lengths, staged[0].table_rows, segments[0].block_tables
+            if staged[0].is_cut and lengths is not None and owners is not None and tables is not None:  # captured
+                rows = PassRows(lengths, tables, owners, None, segments[0].max_context_len)
+            else:
+                rows = PassRows.of_segments(segments, self._device)
+            self._rows = segments, rows
+        return self._rows[1]
 
     def turns_heads(
         self,
@@ -261,7 +275,7 @@ class Attention:
             return
         for shape in shapes:
             window = shape.reach
-            if window not in pieces:
+            if window not in pieces and not shape.top_k:  # chosen positions have pieces of their own
                 pieces[window] = self._new_pieces(segment, shape)
         for window, part in pieces.items():
             cut(part, segment.context_lens, None if shared is None or window else shared.skipped)

@@ -53,7 +53,8 @@ class TritonSlots:
         self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
         self._draft_draws = DraftDraws(self.state)
         self.prompts: PromptGraphs | None = None
-        if network.split is not None:
+        chooses = any(shape.top_k for shape in network.shapes)
+        if network.split is not None and not chooses:  # how many queries of a prompt choose depends on its length
             steps = ON_GPU if self.state.on_gpu else INTERPRETED
             if network.split.tap_width and self.state.on_gpu:
                 steps = steps._replace(tokens=(*SMALL, *steps.tokens))
@@ -64,7 +65,8 @@ class TritonSlots:
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
         has_slopes = any(shape.slopes is not None for shape in full)
-        self._may_share = bool(full) and not has_slopes and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
+        may_share = bool(full) and not (has_slopes or chooses or kernels.deterministic)
+        self._may_share = may_share and full[0].head_dim <= LARGE_HEAD
         self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
