@@ -158,7 +158,12 @@ class KVStorage:
     """
 
     def __init__(
-        self, layout: CacheLayout, *, device: str = "cpu", backend: Literal["numpy", "torch"] = "numpy"
+        self,
+        layout: CacheLayout,
+        *,
+        device: str = "cpu",
+        backend: Literal["numpy", "torch"] = "numpy",
+        arena: Any = None,  # `SleepMemory`, whose `zeros` allocates all arrays; torch alone
     ) -> None:
         if backend == "numpy" and device != "cpu":
             raise ConfigError(f"numpy arrays cannot be stored on {device!r}: use backend='torch'")
@@ -173,7 +178,7 @@ class KVStorage:
         self.layout = layout
         self.num_layers, self.num_blocks, self.block_size = layout.num_layers, layout.num_blocks, layout.block_size
         self.num_kv_heads, self.head_dim, self.dtype = layout.num_kv_heads, layout.head_dim, layout.dtype
-        self.device, self.backend = device, backend
+        self.device, self.backend, self._arena = device, backend, arena
         shapes = [
             (self.num_blocks, count, self.block_size, layout.row_width(size)) for count, size in layout.layer_heads
         ]
@@ -309,12 +314,16 @@ class KVStorage:
         dtype = {
             "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn
         }[self.dtype]  # fmt: skip
+        if self._arena is not None:
+            return self._arena.zeros(shape, dtype)
         if self.device == "cpu":  # numpy's zeros are lazily mapped pages; torch's are written
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         """f32 zeros, mapped lazily on a CPU."""
+        if self._arena is not None:
+            return self._arena.zeros(shape, _import_torch().float32)
         if self.backend == "numpy" or self.device == "cpu":
             zeros = np.zeros(shape, dtype=np.float32)
             return zeros if self.backend == "numpy" else _import_torch().from_numpy(zeros)

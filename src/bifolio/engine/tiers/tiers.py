@@ -193,6 +193,12 @@ class CacheTiers:
                 self._num_hits += self._store(engine, ticket)
             engine.batcher.prompts_advanced()  # retries admission
 
+    def settle(self, engine: InferenceEngine, seconds: float) -> None:
+        """Land all tickets, so that no thread writes to the cache any more; at most for so long."""
+        deadline = time.monotonic() + seconds
+        while self._open and time.monotonic() < deadline:
+            self.land(engine, is_idle=True)
+
     def _store(self, engine: InferenceEngine, ticket: Ticket) -> int:
         """Store the blocks of a ticket behind those that the cache has now; the number of tokens gained."""
         sequence, blocks = ticket.sequence, self._blocks
