@@ -5,14 +5,17 @@
 
 A swap is the sleep of one engine and the waking of the other, which then answers: `swap_s` ends when the memory is
 there, `first_token_s` with the first token. The first sleep of each pins memory and copies the weights to it; later
-ones copy nothing. Answers are compared with those before the first sleep, and graphs are counted.
+ones copy nothing. Answers are compared with those before the first sleep, and graphs are counted. The second part asks
+both models of one `bifolio serve` in turns, whose budget has room for one that is awake.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -131,6 +134,62 @@ def swaps(engines: list[tuple[LLM, list[list[int]]]], options: argparse.Namespac
     print(json.dumps(row), flush=True)
 
 
+def through_a_server(paths: list[Path], options: argparse.Namespace) -> None:
+    """Seconds of a request for one token: to a model that sleeps, and to the one that is awake then."""
+    import httpx
+
+    from benchmarks.tools.page import free_port
+    from bifolio.engine.memory import parse_bytes
+    from bifolio.serve.several.settings import model_source
+
+    cache, on_device = parse_bytes(options.cache), options.device != "torch"
+    sources = [model_source(path.name, str(path), cache, on_device=on_device) for path in paths]
+    budget = max(source.num_bytes for source in sources) + max(source.asleep_bytes for source in sources)
+    url = f"http://127.0.0.1:{free_port()}"
+    device = [] if options.device == "torch" else ["--device", options.device, "--deterministic"]
+    command = [sys.executable, "-m", "bifolio", "serve", "-m", str(paths[0]), "-m", str(paths[1]), *device,
+               "--port", url.rpartition(":")[2], "--memory", options.cache, "--max-model-len", str(options.tokens + 64),
+               "--max-num-seqs", "16", "--models-memory", str(budget + (1 << 20)), "--models-sleep", "200GB",
+               "--models-wait", "900", "--log-level", "error"]  # fmt: skip
+    process = subprocess.Popen(command)
+    try:
+        with httpx.Client(base_url=url, timeout=900) as client:
+            wait_until_ready(process, client)
+            print(json.dumps(asked_in_turns(client, [path.name for path in paths], options.turns)), flush=True)
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], client: Any) -> None:
+    while process.poll() is None:
+        with contextlib.suppress(Exception):  # of the connection
+            if client.get("/ready").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"the server ended with {process.returncode}")
+
+
+def asked_in_turns(client: Any, names: list[str], turns: int) -> dict[str, Any]:
+    asleep, awake, first, texts = list[float](), list[float](), list[float](), dict[str, set[str]]()
+    for turn in range(turns + 4):
+        name = names[turn % 2]
+        for seconds in (asleep if turn >= 4 else first, awake):
+            started = time.perf_counter()
+            answer = client.post("/v1/completions", json={"model": name, "prompt": "fox", "max_tokens": 1})
+            seconds.append(time.perf_counter() - started)
+            answer.raise_for_status()
+        body = {"model": name, "prompt": "the fox", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        texts.setdefault(name, set()).add(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+    states = {entry["id"]: entry["status"]["value"] for entry in client.get("/v1/models").json()["data"]}
+    return {
+        "server_swaps": turns, "request_with_swap_s": round(statistics.median(asleep), 4),
+        "worst_s": round(max(asleep), 4), "request_awake_s": round(statistics.median(awake), 4),
+        "starts_and_first_sleeps_s": [round(each, 2) for each in first], "states": states,
+        "equal": all(len(found) == 1 for found in texts.values()),
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs=2, help="two models of the rows, such as llama-8b and qwen3-8b")
@@ -140,10 +199,17 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=10, help="swaps")
     parser.add_argument("--device", default="cuda", help="cuda, or torch: torch's kernels and memory of the host")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
+    parser.add_argument("--parts", default="engines,server")
     options = parser.parse_args()
     store, captures = ModelStore(options.models, options.tiny), counted_captures()
-    engines = [opened(store.path(name), options, captures) for name in options.model]
-    swaps(engines, options, captures)
+    paths = [Path(store.path(name)) for name in options.model]
+    if "engines" in options.parts:
+        engines = [opened(path, options, captures) for path in paths]
+        swaps(engines, options, captures)
+        for llm, _ in engines:
+            llm.close()
+    if "server" in options.parts:
+        through_a_server(paths, options)
     return 0
 
 

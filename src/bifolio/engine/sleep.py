@@ -44,7 +44,6 @@ def fall_asleep(engine: InferenceEngine, level: int) -> None:
     engine.blocks.drop_cached()
     arena = engine.runner.kernels.arena
     if arena is not None:
-        engine.runner.release_memory()
         arena.sleep(keep_weights=level == 1)
         engine.asleep |= set(PARTS)
         return

@@ -205,6 +205,7 @@ class Arena:
                 region.is_saved, region.host = False, None
         for region in list(self._regions):
             region.unmap()
+        self._pages.release_cached()
 
     def wake(self, parts: Collection[str]) -> None:
         """Map the memory of these parts again, with its contents; an error leaves all of them asleep."""
