@@ -113,7 +113,7 @@ class ModelPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all models that are loaded, start or end, and of what stays of those that sleep."""
+        """Bytes of all models that are loaded, start or end, and the rest of those that sleep."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
     @property
