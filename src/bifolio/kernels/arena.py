@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -302,7 +303,9 @@ def _unmap(pages: Pages, mapped: list[tuple[int, int, Any]]) -> None:
 
 
 def _close(pages: Pages, address: int, num_bytes: int, mapped: list[tuple[int, int, Any]]) -> None:
-    """Give the memory and the addresses of a dropped region back."""
+    """Give the memory and the addresses of a dropped region back; a process that ends gives back all."""
+    if sys.is_finalizing():
+        return
     pages.synchronize()
     _unmap(pages, mapped)
     pages.unreserve(address, num_bytes)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,8 @@ class PinnedBytes:
 
 
 def _unpin(pages: CudaPages, registered: list[int], mapping: mmap.mmap) -> None:
+    if sys.is_finalizing():
+        return
     with pages.current():
         for address in registered:
             call("cuMemHostUnregister", address)
