@@ -71,6 +71,8 @@ class EngineOptions:
             raise ConfigError(f"tensor_parallel_size is a number of processes from 1 to {MAX_RANKS}, not {size!r}")
         if read_cpu_experts(self.cpu_experts) is not None and size > 1:
             raise ConfigError("cpu_experts goes with tensor_parallel_size 1: leave one of them out")
+        if self.sleep_mode and size > 1:
+            raise ConfigError("enable_sleep_mode goes with tensor_parallel_size 1: leave one of them out")
 
     def kernels(self, given: KernelSet | str | None, device: str, threads: int | None, activations: str) -> KernelSet:
         """The given kernel set, or the one for the device; the ranks of tensor parallelism share the cores."""
