@@ -124,6 +124,8 @@ class ModelRunner:
         if model.tower is not None and peers is None:
             images = ImageReader(model.tower, kernels)
         weights = with_sites(prepare(model.weights, kernels, on_load))
+        if kernels.arena is not None:
+            kernels.arena.adopt(weights)
         runner = cls(weights, kernels, kernels.new_storage(layout), peers, images)
         runner.exchange(weights)
         return runner

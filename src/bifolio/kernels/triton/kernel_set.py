@@ -129,7 +129,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             super().tap(tensor(x), column, batch)
 
     def new_storage(self, layout: CacheLayout) -> KVStorage:
-        return CudaStorage(layout, device=self.device, backend="torch")
+        return CudaStorage(layout, device=self.device, backend="torch", arena=self.arena)
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         """Steps of texts; None: steps with a cache are captured with their slots (`device_slots`)."""
