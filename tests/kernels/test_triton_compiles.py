@@ -130,7 +130,7 @@ FEW = {
 }  # fmt: skip
 CHOSEN = {
     "HEADS": 128, "ROWS": 64, "DIM": 576, "FIRST": 64, "FIRST_BLOCK": 64, "LAST_BLOCK": 512, "TOP_K": 2048,
-    "BLOCK_SIZE": 64, "TILE": 64, "STAGES": 2, "PRECISION": "ieee",
+    "BLOCK_SIZE": 64, "TILE": 32, "STAGES": 3, "PRECISION": "ieee",
 }  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, DECODE, 2),

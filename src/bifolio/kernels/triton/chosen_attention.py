@@ -154,7 +154,7 @@ def tile_of(heads: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(MIN_ROWS, 16, 4, 1)
     rows = min(max(triton.next_power_of_2(heads), MIN_ROWS), 64)
-    return Tile(rows, 64, 8, 2) if rows == 64 else Tile(rows, 32, 4, 2)
+    return Tile(rows, 32, 4 if rows == MIN_ROWS else 8, 3)
 
 
 def pieces_of(top_k: int, programs: int, num_processors: int, positions: int, *, fixed: bool) -> int:
