@@ -221,6 +221,6 @@ def chosen_attention(
         if splits > 1:
             _merge_kernel[(len(seen), heads)](
                 seen, mixed, weight, own, **sizes, DIM_BLOCK=triton.next_power_of_2(dim),
-                SPLITS_BLOCK=triton.next_power_of_2(splits), num_warps=4,
+                SPLITS_BLOCK=triton.next_power_of_2(splits), num_warps=4 if splits <= 8 else 8,
             )  # fmt: skip
     return out
