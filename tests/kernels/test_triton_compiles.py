@@ -27,6 +27,7 @@ from bifolio.kernels.triton import (
     gemm_small_m,
     gemm_tuning,
     gemv,
+    head_products,
     index_scores,
     long_attention,
     lookup,
@@ -208,6 +209,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "chosen, few heads": (
         chosen_attention._chosen_kernel,
         {**CHOSEN, "HEADS": 16, "ROWS": 16, "TILE": 32, "PIECE": 512, "SPLITS": 4},
+        4,
+    ),
+    "products of heads": (
+        head_products._head_kernel,
+        {"WIDTH": 576, "START": 64, "INPUTS": 512, "WIDE": 128, "ROWS": 32, "OUTPUTS": 64, "DEPTH": 32,
+         "PRECISION": "ieee"},
         4,
     ),
     "merged pieces": (
