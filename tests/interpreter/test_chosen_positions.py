@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
 
 from family_rows import row_folder
 
-from bifolio.kernels.interface import AttentionShape, KernelSet
+from bifolio.kernels.interface import AttentionShape, HeadLinear, KernelSet, Linear
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton import chosen_attention as chosen_kernels
@@ -93,3 +93,17 @@ def test_decode_steps_run_as_captured_ones() -> None:
     assert engine.slots.device.prompts is None
     assert engine.slots.device.graphs.keys
     assert found == expected
+
+
+@pytest.mark.parametrize(("heads", "width", "inputs", "outputs"), [(3, 40, 32, 20), (2, 24, 16, 70)])
+def test_products_of_heads_do_not_depend_on_other_rows(heads: int, width: int, inputs: int, outputs: int) -> None:
+    kernels: KernelSet = TritonKernels("cpu", "f32", deterministic=True)
+    rng = np.random.default_rng(1)
+    matrices = normal(rng, heads, outputs, inputs)
+    linear = kernels.prepare_head_linear(HeadLinear(tuple(Linear((matrix,), (None,)) for matrix in matrices)))
+    x = torch.from_numpy(normal(rng, 40, heads * width))
+    found = kernels.head_linear(x, linear, width - inputs)
+    expected = torch.einsum("thi,hoi->tho", x.view(40, heads, width)[..., width - inputs :], torch.from_numpy(matrices))
+    torch.testing.assert_close(found, expected.flatten(1), rtol=1e-5, atol=1e-4)
+    parts = [kernels.head_linear(x[start:stop], linear, width - inputs) for start, stop in ((0, 1), (1, 6), (6, 40))]
+    assert torch.equal(torch.cat(parts), found)

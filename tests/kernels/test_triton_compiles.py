@@ -27,6 +27,7 @@ from bifolio.kernels.triton import (
     gemm_small_m,
     gemm_tuning,
     gemv,
+    head_products,
     index_scores,
     long_attention,
     lookup,
@@ -130,7 +131,7 @@ FEW = {
 }  # fmt: skip
 CHOSEN = {
     "HEADS": 128, "ROWS": 64, "DIM": 576, "FIRST": 64, "FIRST_BLOCK": 64, "LAST_BLOCK": 512, "TOP_K": 2048,
-    "BLOCK_SIZE": 64, "TILE": 64, "STAGES": 2, "PRECISION": "ieee",
+    "BLOCK_SIZE": 64, "TILE": 32, "STAGES": 3, "PRECISION": "ieee",
 }  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, DECODE, 2),
@@ -208,6 +209,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "chosen, few heads": (
         chosen_attention._chosen_kernel,
         {**CHOSEN, "HEADS": 16, "ROWS": 16, "TILE": 32, "PIECE": 512, "SPLITS": 4},
+        4,
+    ),
+    "products of heads": (
+        head_products._head_kernel,
+        {"WIDTH": 576, "START": 64, "INPUTS": 512, "WIDE": 128, "ROWS": 32, "OUTPUTS": 64, "DEPTH": 32,
+         "PRECISION": "ieee"},
         4,
     ),
     "merged pieces": (

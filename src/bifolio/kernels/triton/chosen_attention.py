@@ -154,7 +154,7 @@ def tile_of(heads: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(MIN_ROWS, 16, 4, 1)
     rows = min(max(triton.next_power_of_2(heads), MIN_ROWS), 64)
-    return Tile(rows, 64, 8, 2) if rows == 64 else Tile(rows, 32, 4, 2)
+    return Tile(rows, 32, 4 if rows == MIN_ROWS else 8, 3)
 
 
 def pieces_of(top_k: int, programs: int, num_processors: int, positions: int, *, fixed: bool) -> int:
@@ -221,6 +221,6 @@ def chosen_attention(
         if splits > 1:
             _merge_kernel[(len(seen), heads)](
                 seen, mixed, weight, own, **sizes, DIM_BLOCK=triton.next_power_of_2(dim),
-                SPLITS_BLOCK=triton.next_power_of_2(splits), num_warps=4,
+                SPLITS_BLOCK=triton.next_power_of_2(splits), num_warps=4 if splits <= 8 else 8,
             )  # fmt: skip
     return out

@@ -53,6 +53,7 @@ from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.choice import TritonChoice
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
+from bifolio.kernels.triton.head_products import head_products
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
@@ -326,7 +327,10 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
-        return self._torch.head_linear(tensor(x).to(self.dtype), linear, start)  # the residual stream is f32
+        own = tensor(x).to(self.dtype)  # the residual stream is f32
+        if self.deterministic and linear.prepared is not None and len(own):
+            return head_products(own, linear.prepared, start)
+        return self._torch.head_linear(own, linear, start)
 
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
         return self._torch.join_latent(tensor(query), tensor(absorbed), tensor(latent), norm, rope)
