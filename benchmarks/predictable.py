@@ -2,8 +2,8 @@
 
 Row j of the output matrix is the embedding of token j - 1, and the layers add little to the embedding of the last
 token: the model continues t with t + 1, t + 2, ... A head reads embeddings of its own, in which some tokens have the
-row of another one: after those its draft is wrong. Layers have random weights, so that a pass costs what any other
-costs, and the output of every engine can be checked.
+row of another one: after those its draft is wrong. Layers have random weights, so that a pass has the usual cost, and
+the output of every engine can be checked.
 
     tokens    |  not used  |<-- drafts are right after `share` of them -->|<-- drafts are wrong -->|
               0            FIRST                                       half                     num_known

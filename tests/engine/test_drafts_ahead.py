@@ -90,7 +90,7 @@ def test_where_a_trial_is_far_every_step_runs_ahead_and_no_prompt_returns_states
     engine = new_engine(True)
     assert engine.speculator is not None
     run(engine)  # measures plain steps
-    absorbed, drafter = [], engine.speculator.drafter
+    absorbed, drafter, drafted = [], engine.speculator.drafter, engine.speculator.stats.num_draft_tokens
     absorb = drafter.absorb
 
     def watched(plan: StepPlan, states: Array | None, *, is_resting: bool) -> None:
@@ -106,7 +106,7 @@ def test_where_a_trial_is_far_every_step_runs_ahead_and_no_prompt_returns_states
     assert found == expected
     assert in_flight.count(2) >= ahead.count(2) - 2
     assert not any(absorbed)
-    assert engine.speculator.stats.num_draft_tokens == 0
+    assert engine.speculator.stats.num_draft_tokens == drafted
 
 
 @pytest.mark.full
@@ -160,10 +160,15 @@ def test_time_between_steps_is_no_time_of_plain_ones(on_device: bool, monkeypatc
     assert max(measured) < 1.0
 
 
-def test_drafts_are_drawn_on_the_device() -> None:
+def test_drafts_are_drawn_and_verified_on_the_device() -> None:
+    """The host launches each step without having seen its drafts."""
     engine = new_engine(True, adaptive=False)
     assert run(engine)[0] == run(new_engine(False))[0]
     assert isinstance(engine.slots.device, StandInSlots)
-    assert engine.slots.device.calls["draw_drafts"] > 5
+    calls = engine.slots.device.calls
+    assert calls["verify"] > 5
+    assert calls["follow"] == calls["verify"]
+    assert calls["draft"] <= 4  # when a sequence begins
+    assert calls["draw_drafts"] == 0
     assert engine.speculator is not None
     assert engine.speculator.stats.num_draft_tokens > 20

@@ -96,6 +96,13 @@ class DraftPolicy:
         }
         return ready or {least: min(offers[least].length, length)}
 
+    def wanted(self, num_sequences: int) -> int:
+        """Draft tokens that the next step of this batch size will have at most, if it has any."""
+        if not self.adaptive:
+            return self.longest
+        kinds = {kind for kind, _ in self._chances} or {0}
+        return max(1, *(self._best(num_sequences, num_sequences, kind)[1] for kind in kinds))
+
     def observe(self, kind: int, num_guessed: int, num_right: int) -> None:
         """Count the draft tokens of a sequence up to the first rejected one."""
         for place in range(min(num_right + 1, num_guessed)):
