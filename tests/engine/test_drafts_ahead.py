@@ -172,3 +172,56 @@ def test_drafts_are_drawn_and_verified_on_the_device() -> None:
     assert calls["draw_drafts"] == 0
     assert engine.speculator is not None
     assert engine.speculator.stats.num_draft_tokens > 20
+
+
+def traced(seed: int, engine: InferenceEngine) -> list[list[list[int]]]:
+    """Requests of many kinds that arrive at random steps of an engine with few blocks."""
+    chance, requests = random.Random(seed), []
+    common = random_prompt(9, 0, 61)
+    waiting = []
+    for number in range(6):
+        params = SamplingParams(
+            temperature=chance.choice([0.0, 0.8]),
+            seed=number,
+            n=chance.choice([1, 1, 2]),
+            max_tokens=chance.randint(1, 24),
+            ignore_eos=True,
+            logprobs=chance.choice([None, None, 2]),
+            presence_penalty=chance.choice([0.0, 0.0, 0.0, 0.5]),
+        )
+        prompt = [*common[: chance.choice([0, 9])], *random_prompt(chance.randint(1, 12), number, 61)]
+        waiting.append((prompt, params, chance.random() < 0.3))
+    while waiting or engine.has_work:
+        if waiting and (not engine.has_work or chance.random() < 0.2):
+            prompt, params, is_aborted = waiting.pop()
+            requests.append((engine.add_request(str(len(waiting)), prompt, params), is_aborted))
+        if chance.random() < 0.1 and requests[0][1]:
+            engine.abort(requests[0][0].request_id)
+        engine.step()
+    assert engine.blocks.num_used_blocks == 0
+    return [output_ids(request) for request, is_aborted in requests if not is_aborted]
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_any_requests_have_the_plain_texts(seed: int) -> None:
+    """Preemptions, prefix hits, forks, aborted requests and changing lengths while drafts are on the device."""
+    chance = random.Random(seed)
+    expected = traced(seed, make_engine(kernels=ReferenceKernels(), num_blocks=24, max_model_len=64))
+    folder = eagle_folder()
+    config = SpeculativeConfig("eagle", draft_model=str(folder), length=3)
+    head = load_eagle(folder, tiny_loaded())
+    engine = make_engine(
+        kernels=StandInKernels(), num_blocks=24, max_model_len=64, speculative=config, draft_model=head
+    )
+    engine.faults.recover = fail  # type: ignore[method-assign]
+
+    def choose(self: DraftPolicy, number: int, offers: dict[int, Offer], *_: object) -> dict[int, int]:
+        return {key: chance.randint(1, offer.length) for key, offer in offers.items() if chance.random() < 0.8}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftPolicy, "choose", choose)
+        patch.setattr(DraftPolicy, "wanted", lambda self, *_: chance.randint(1, 3))
+        patch.setattr(DraftPolicy, "rest", lambda self, *_: chance.choice([0, 0, 0, 0, 1, 8]))
+        assert traced(seed, engine) == expected
