@@ -29,7 +29,7 @@ from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorde
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prompt_graphs import PromptGraphs, Sizes
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
-from bifolio.kernels.triton.verify_steps import MOST_DRAFTS, MOST_ROWS, VerifyKey, VerifySteps
+from bifolio.kernels.triton.verify_steps import MOST_DRAFTS, MOST_ROWS, VerifyKey, VerifySteps, usual_lengths
 
 ON_GPU = Sizes((4, 8, 16, 32, 64, 128, 256), 32)
 INTERPRETED = Sizes((8, 24), 4)
@@ -161,14 +161,13 @@ class DraftSteps:
     def warm_up(self, longest: int) -> None:
         """Capture all steps of greedy drafts and of those drawn with filters now."""
         self._passes.capture_all()
-        modes, lengths = (Mode(), Mode("filter")), sorted({1, min(2, longest), longest}, reverse=True)
-        self._verify.capture_all(lengths, modes)
+        modes, lengths = (Mode(), Mode("filter")), usual_lengths(longest)
         for size in reversed(ROWS):
             if size <= self._state.num_slots:
                 for length in range(longest, 0, -1):
                     for mode in modes:
                         self._chain(size, length, mode)
-                for length in lengths:
+                for length in reversed(lengths):
                     if size * (length + 1) <= MOST_ROWS:
                         self._first_pass(VerifyKey(size, length + 1, Mode()))
 

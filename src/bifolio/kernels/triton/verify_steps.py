@@ -95,11 +95,11 @@ class VerifySteps:
         shape = state.num_slots, MOST_DRAFTS
         self.drafts = torch.zeros(shape, dtype=torch.int32, device=state.device)  # i32[slots, MOST_DRAFTS]
         self.last: VerifyKey | None = None  # the last launch
-        self._lengths: list[int] = []  # numbers of drafts that are captured at the start
+        self.lengths: list[int] = []  # numbers of drafts that are captured at the start
 
     def fits(self, count: int, width: int) -> bool:
         """Whether a step has room for so many sequences with so many tokens each."""
-        width = next((length + 1 for length in self._lengths if length >= width - 1), width)
+        width = next((length + 1 for length in self.lengths if length >= width - 1), width)
         return count <= self._most and self._size(count) * width <= MOST_ROWS and width <= MOST_DRAFTS + 1
 
     def launch(self, slots: np.ndarray, drafts: np.ndarray, mode: Mode) -> DeviceTokens:
@@ -108,7 +108,7 @@ class VerifySteps:
         The slots' lengths and newest tokens advance on the device.
         """
         count, most = len(slots), drafts.shape[1]
-        width = next((length for length in self._lengths if length >= most), most) + 1
+        width = next((length for length in self.lengths if length >= most), most) + 1
         self.last = key = VerifyKey(self._size(count), width, mode)
         step = self._step(key)
         words = np.full((2, key.size, width), -1, dtype=np.int32)
@@ -132,10 +132,10 @@ class VerifySteps:
         row = number * self.last.width
         return self.inputs.taps[row : row + 1].clone()
 
-    def capture_all(self, lengths: list[int], modes: tuple[Mode, ...]) -> None:
-        """Capture the steps of these numbers of drafts now, the largest first; others are padded to the next."""
-        self._lengths = sorted(lengths)
-        for length in sorted(lengths, reverse=True):
+    def capture_all(self, longest: int, modes: tuple[Mode, ...]) -> None:
+        """Capture the steps of up to `longest` drafts now, the largest first; some numbers are padded to the next."""
+        self.lengths = usual_lengths(longest)
+        for length in reversed(self.lengths):
             for size in reversed(SEQUENCES):
                 if size <= self._most and size * (length + 1) <= MOST_ROWS:
                     for mode in modes:
@@ -203,6 +203,11 @@ class VerifySteps:
             inputs.places, inputs.draws, self.sampled.lengths, step.turn, count, key.width, state.tables.stride(0),
             TURNS=TURNS, MOST=MOST_DRAFTS, BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
+
+
+def usual_lengths(longest: int) -> list[int]:
+    """Numbers of draft tokens of most steps, in their order."""
+    return sorted({1, min(2, longest), longest})
 
 
 @triton.jit(
