@@ -193,7 +193,10 @@ class HiddenDraft(Drafter):
         for row, item, track in followed:
             track.ahead = Ahead(pending, row, length, self._num_launches, item.slot, item.start, item.num_new)
         for item, kept in states:
-            self._add(item, kept)
+            if item.num_new == 1:
+                self._add(item, kept)
+            else:  # drafts of another source
+                self._tracks.pop(item.sequence.id, None)
 
     def known(self, item: ScheduledSequence) -> tuple[int, ...]:
         pending, row = self._in_plan.pop(item.sequence.id)

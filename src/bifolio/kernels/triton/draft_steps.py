@@ -29,11 +29,18 @@ from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorde
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prompt_graphs import PromptGraphs, Sizes
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
-from bifolio.kernels.triton.verify_steps import MOST_DRAFTS, MOST_ROWS, VerifyKey, VerifySteps, usual_lengths
+from bifolio.kernels.triton.verify_steps import (
+    MOST_DRAFTS,
+    MOST_ROWS,
+    SEQUENCES,
+    VerifyKey,
+    VerifySteps,
+    sizes_for,
+    usual_lengths,
+)
 
 ON_GPU = Sizes((4, 8, 16, 32, 64, 128, 256), 32)
 INTERPRETED = Sizes((8, 24), 4)
-ROWS = (1, 2, 4, 8, 16, 32)  # sequences of a chain: fewer are padded to the next of these numbers
 
 
 @dataclass(slots=True)
@@ -110,8 +117,8 @@ class DraftSteps:
 
         self._entries = integers(source.num_slots)  # of each slot's head
         self._starts = integers(source.num_slots)  # position of the first entry of its context
-        self._rows = integers(ROWS[-1])  # slots of the chain; -1: padding
-        self._hidden = torch.zeros((ROWS[-1], network.hidden_size), dtype=torch.float32, device=device)
+        self._rows = integers(SEQUENCES[-1])  # slots of the chain; -1: padding
+        self._hidden = torch.zeros((SEQUENCES[-1], network.hidden_size), dtype=torch.float32, device=device)
         self._layout = (*(integers(MOST_ROWS) for _ in range(4)), integers(MOST_ROWS, torch.int64))  # of first passes
 
     def draft(
@@ -125,7 +132,7 @@ class DraftSteps:
     ) -> PendingDrafts | None:
         """Draft `length` tokens for each slot; None if there are too many slots or tokens."""
         count = len(slots)
-        if count > min(ROWS[-1], self._state.num_slots) or length > MOST_DRAFTS:
+        if count > self._most or length > MOST_DRAFTS:
             return None
         self._set_tables(slots, tables)
         hidden = self._passes.hidden_rows(batch, slots)
@@ -162,14 +169,13 @@ class DraftSteps:
         """Capture all steps of greedy drafts and of those drawn with filters now."""
         self._passes.capture_all()
         modes, lengths = (Mode(), Mode("filter")), usual_lengths(longest)
-        for size in reversed(ROWS):
-            if size <= self._state.num_slots:
-                for length in range(longest, 0, -1):
-                    for mode in modes:
-                        self._chain(size, length, mode)
-                for length in reversed(lengths):
-                    if size * (length + 1) <= MOST_ROWS:
-                        self._first_pass(VerifyKey(size, length + 1, Mode()))
+        for size in reversed(sizes_for(self._most)):
+            for length in range(longest, 0, -1):
+                for mode in modes:
+                    self._chain(size, length, mode)
+            for length in reversed(lengths):
+                if size * (length + 1) <= MOST_ROWS:
+                    self._first_pass(VerifyKey(size, length + 1, Mode()))
 
     def _draw_mode(self, slots: np.ndarray) -> Mode:
         return self._mode_of(slots)._replace(logprobs=False)
@@ -193,8 +199,13 @@ class DraftSteps:
         for theirs, own in zip(self._source.columns, self._state.columns, strict=True):
             own.copy_(theirs)
 
+    @property
+    def _most(self) -> int:
+        """Sequences of a step."""
+        return min(SEQUENCES[-1], self._state.num_slots)
+
     def _size(self, count: int) -> int:
-        return ROWS[bisect_left(ROWS, count)] if self._state.on_gpu else count
+        return SEQUENCES[bisect_left(SEQUENCES, count)] if self._state.on_gpu else count
 
     def _launch(self, chain: Chain, length: int, count: int) -> PendingDrafts:
         if chain.graph is None:

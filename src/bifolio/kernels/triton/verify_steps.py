@@ -136,8 +136,8 @@ class VerifySteps:
         """Capture the steps of up to `longest` drafts now, the largest first; some numbers are padded to the next."""
         self.lengths = usual_lengths(longest)
         for length in reversed(self.lengths):
-            for size in reversed(SEQUENCES):
-                if size <= self._most and size * (length + 1) <= MOST_ROWS:
+            for size in reversed(sizes_for(self._most)):
+                if size * (length + 1) <= MOST_ROWS:
                     for mode in modes:
                         self._step(VerifyKey(size, length + 1, mode))
 
@@ -203,6 +203,11 @@ class VerifySteps:
             inputs.places, inputs.draws, self.sampled.lengths, step.turn, count, key.width, state.tables.stride(0),
             TURNS=TURNS, MOST=MOST_DRAFTS, BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
+
+
+def sizes_for(most: int) -> tuple[int, ...]:
+    """Numbers of sequences that steps of up to `most` are captured for."""
+    return SEQUENCES[: bisect_left(SEQUENCES, most) + 1]
 
 
 def usual_lengths(longest: int) -> list[int]:
