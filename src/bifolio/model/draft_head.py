@@ -53,6 +53,7 @@ class HeadWeights:
     token_ids: np.ndarray | None = None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
     norms_residual: bool = False  # of EAGLE: the residual stream begins with the normed hidden state
     chains_normed: bool = False  # of MTP: the head's own hidden states are normed by `final_norm` when they are read
+    target_output: Linear | None = None  # the target's output matrix as its files have it, where `head` is None
     prepared_for: KernelSet | None = None
 
     @property
@@ -98,7 +99,7 @@ def prepare_head(head: HeadWeights, kernels: KernelSet, target: ModelWeights) ->
     if head.prepared_for is kernels:
         return head
     if kernels.stores_fp8 and kernels.kv_dtype != "f32":  # its time is that of reading the matrices
-        head = _with_linears_of(head, in_fp8)
+        head = _in_fp8(head)
     return replace(
         head,
         merge=None if head.merge is None else kernels.prepare_linear(head.merge),
@@ -112,6 +113,7 @@ def prepare_head(head: HeadWeights, kernels: KernelSet, target: ModelWeights) ->
         final_norm=kernels.prepare_norm(head.final_norm),
         head=target.head if head.head is None else kernels.prepare_linear(head.head),
         inverse_frequencies=tuple(kernels.from_host(frequencies) for frequencies in head.inverse_frequencies),
+        target_output=None,
         prepared_for=kernels,
     )
 
@@ -197,6 +199,15 @@ def rounded_like(head: HeadWeights, target: ModelWeights) -> HeadWeights:
         return replace(linear, parts=tuple(_in_bytes(part) for part in linear.parts))
 
     return _with_linears_of(head, rounded)
+
+
+def _in_fp8(head: HeadWeights) -> HeadWeights:
+    """The head with dense matrices in FP8, and with an output matrix of its own if that of the target is dense."""
+    changed = _with_linears_of(head, in_fp8)
+    if head.head is not None or head.target_output is None:
+        return changed
+    output = in_fp8(head.target_output)
+    return changed if output is head.target_output else replace(changed, head=output)
 
 
 def _with_linears_of(head: HeadWeights, change: Callable[[Linear], Linear]) -> HeadWeights:
