@@ -48,6 +48,7 @@ class HiddenDraft(Drafter):
         self._chunk_size = chunk_size
         self._tracks: dict[int, Track] = {}  # by sequence id
         self._in_plan: dict[int, tuple[PendingDrafts, int]] = {}  # drafts of a step in flight and their row, likewise
+        self._read: tuple[PendingDrafts | None, list[list[int]]] = None, []  # the last drafts that were read
         self._num_launches = 0  # of drafts on the device
         row_bytes = 4 * runner.weights.states_width
         self._most_states = max(STATE_BYTES // (row_bytes * len(slots.tables)), LEAST_STATES)
@@ -200,7 +201,9 @@ class HiddenDraft(Drafter):
 
     def known(self, item: ScheduledSequence) -> tuple[int, ...]:
         pending, row = self._in_plan.pop(item.sequence.id)
-        return tuple(pending.wait()[row, : len(item.drafts)].clip(0).tolist())
+        if self._read[0] is not pending:  # once for all sequences of a step
+            self._read = pending, pending.wait().clip(0).tolist()
+        return tuple(self._read[1][row][: len(item.drafts)])
 
     def _taken(self, item: ScheduledSequence, pending: PendingDrafts, row: int, on_device: bool) -> tuple[int, ...]:
         """The drafts of a row for a decode."""

@@ -12,7 +12,7 @@ the slots, and learns the tokens later. `DraftSteps` reads the hidden states and
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from bifolio.kernels.interface import Batch, Network, Storage
 from bifolio.kernels.triton.cuda_graphs import TURNS, DeviceTokens, GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
+from bifolio.kernels.triton.split_kv import Pieces
 
 MOST_DRAFTS = 32  # of a sequence
 MOST_ROWS = 256  # tokens of a step
@@ -45,7 +46,6 @@ class VerifyStep:
 
     turn: torch.Tensor  # i32[1]
     results: Results
-    pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
     next_turn: int = 0
 
@@ -89,6 +89,7 @@ class VerifySteps:
         self._recorder = recorder
         self._shapes = tuple({shape.reach: shape for shape in network.shapes}.values())
         self._steps: dict[VerifyKey, VerifyStep] = {}
+        self._pieces: dict[int, dict[int, Pieces]] = {}  # by number of rows; the steps take turns
         self._sent = b""  # present contents of the words
         self.inputs = VerifyInputs(state.device, 0 if network.split is None else network.split.tap_width)
         self.sampled = DeviceState(MOST_ROWS, 0, state.device)  # a slot for each token
@@ -183,7 +184,8 @@ class VerifySteps:
             context_lens=inputs.contexts[:count],
             max_context_len=state.max_blocks * self._storage.block_size,
         )
-        self._kernels.attention.stage_decode(segment, inputs.table_rows[:count], step.pieces, self._shapes)
+        pieces = self._pieces.setdefault(count, {})
+        self._kernels.attention.stage_decode(segment, inputs.table_rows[:count], pieces, self._shapes)
         taps = None if inputs.taps is None else inputs.taps[:count]
         batch = Batch(
             inputs.token_ids[:count], inputs.positions[:count], inputs.index[:count], (segment,), None, taps=taps
