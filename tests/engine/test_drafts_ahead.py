@@ -225,3 +225,18 @@ def test_any_requests_have_the_plain_texts(seed: int) -> None:
         patch.setattr(DraftPolicy, "wanted", lambda self, *_: chance.randint(1, 3))
         patch.setattr(DraftPolicy, "rest", lambda self, *_: chance.choice([0, 0, 0, 0, 1, 8]))
         assert traced(seed, engine) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_of_n_grams_are_verified_on_the_device(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent with the slots; the tokens of repetitive texts are accepted there."""
+    monkeypatch.setattr(DraftPolicy, "rest", lambda self, *_: 0)
+    expected = traced(seed, make_engine(kernels=ReferenceKernels(), num_blocks=24, max_model_len=64))
+    config = SpeculativeConfig("ngram", length=3, adaptive=False)
+    engine = make_engine(kernels=StandInKernels(), num_blocks=24, max_model_len=64, speculative=config)
+    engine.faults.recover = fail  # type: ignore[method-assign]
+    assert traced(seed, engine) == expected
+    assert engine.speculator is not None
+    assert isinstance(engine.slots.device, StandInSlots)
+    assert engine.slots.device.calls["verify"] > 0 or engine.speculator.stats.num_drafts == 0
