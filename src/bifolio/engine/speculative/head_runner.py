@@ -149,15 +149,21 @@ class HeadRunner:
 
         `lengths`: drafts that each sequence has blocks for; n is the largest of them.
         """
-        if self.on_device is None:
+        most = max(lengths)
+        if self.on_device is None or most > self.most_on_device:
             return None
-        most, ends = max(lengths), np.cumsum([len(run.tokens) for run in runs]) - 1
+        ends = np.cumsum([len(run.tokens) for run in runs]) - 1
         entries = np.array([run.start + len(run.tokens) - run.context_start for run in runs])
         tables = self._tables(runs, [count - 1 for count in lengths], most)
         batch = replace(self._host_batch(runs, AttentionPhase.DECODE, ends.tolist(), tables).on_host(), given=states)
         return self.on_device.draft(
             batch, tables, np.asarray(slots, dtype=np.int32), np.asarray(positions), entries, most
         )
+
+    @property
+    def most_on_device(self) -> int:
+        """Draft tokens of a launch: those behind the last token of a model's context fit into one more block."""
+        return self.blocks.block_size
 
     def follow(self, runs: list[HeadRun], slots: Sequence[int], length: int) -> PendingDrafts:
         """i32[s, length]: drafts after the tokens of each run that the device accepts; their values are not known."""

@@ -176,7 +176,7 @@ class HiddenDraft(Drafter):
 
     def follow(self, plan: StepPlan, length: int) -> None:
         """Draft after a verification on the device; entries of tokens that it rejects are computed again."""
-        runs, followed, states = [], [], []
+        runs, followed, states, length = [], [], [], min(length, self.runner.most_on_device)
         for row, item in enumerate(plan.decodes):
             self._settle(item.sequence, item.start)
             track, table = self._tracks.get(item.sequence.id), self._table(item)
