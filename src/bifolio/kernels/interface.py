@@ -241,6 +241,7 @@ class DraftNetwork:
     rotations: tuple[tuple[Array, float], ...]
     hidden_size: int
     given_width: int  # of the target's hidden states
+    state_scale: float  # factor of those that `Batch.taps` has
     token_ids: np.ndarray | None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
 
 

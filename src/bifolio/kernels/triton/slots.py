@@ -27,6 +27,7 @@ from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, SMALL, Pro
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
+from bifolio.kernels.triton.verify_steps import VerifySteps
 from bifolio.sampling_params import SamplingParams
 
 
@@ -52,6 +53,7 @@ class TritonSlots:
         self.graphs = DecodeGraphs(kernels, network, storage, self.state, self.adapters)
         self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
         self._draft_draws = DraftDraws(self.state)
+        self.verifications = VerifySteps(kernels, network, storage, self.state, self.graphs.recorder)
         self.prompts: PromptGraphs | None = None
         chooses = any(shape.top_k for shape in network.shapes)
         if network.split is not None and not chooses:  # how many queries of a prompt choose depends on its length
@@ -186,6 +188,18 @@ class TritonSlots:
         return self._draft_draws.draw(logits, rows, slots, positions, self._mode(slots))
 
     # -- captured steps ------------------------------------------------------------------------------------------------
+    def can_verify(self, slots: np.ndarray, length: int) -> bool:
+        if any(self._adapter_of[slot] is not None for slot in slots.tolist()):
+            return False
+        return not self._storage.layout.num_states and self.verifications.fits(len(slots), length + 1)
+
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> DeviceTokens:
+        self._decoded = None
+        return self.verifications.launch(slots, drafts, self._mode(slots))
+
+    def verified_states(self, row: int) -> Array:
+        return self.verifications.states(row)
+
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
         self._decoded = None
         work = self._shared_work(slots, tables, lengths)
@@ -231,9 +245,9 @@ class TritonSlots:
 
     def draft_slots(self, network: DraftNetwork, storage: Storage) -> DraftSteps:
         self._kernels.tabulate(network.rotations, self._sizes.max_model_len)
-        return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode)
+        return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode, self.verifications)
 
-    def warm_up(self) -> None:
+    def warm_up(self, longest_draft: int = 0) -> None:
         """Capture steps with prompts, decodes without sampling, and decodes that are greedy or drawn with filters.
 
         Decodes both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured
@@ -250,6 +264,8 @@ class TritonSlots:
             self.draws_from_logits.capture_all(mode, self._vocab_size)
             if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
                 self.graphs.capture_all(mode, shares=True)
+        if longest_draft and not self._storage.layout.num_states:
+            self.verifications.capture_all(longest_draft, (Mode(), Mode("filter")))
 
     def warm_up_adapters(self) -> None:
         layout = self.adapters.layout
