@@ -53,7 +53,7 @@ def new_layer(kind: str, heads: int, groups: int, keys: int, values: int) -> Rec
         norm = Norm(np.ones(heads * values, np.float32), normal(heads * values), 64e-5, True)
         factors = normal(3, heads * keys)
         return Recurrence(
-            kind, 0, 2, 2 * heads * values, heads, heads, keys, values, factors=factors, norm=norm, mixes_values=True
+            "rwkv", 0, 2, 2 * heads * values, heads, heads, keys, values, factors=factors, norm=norm, mixes_values=True
         )
     return Recurrence(
         "delta" if is_delta else "mamba", 0, WIDTH, channels, heads, groups, keys, values,
