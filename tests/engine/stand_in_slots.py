@@ -283,7 +283,7 @@ class StandInSlots:
         tokens: np.ndarray = self._sampler.sample(logits, slots, positions).token_ids
         return tokens
 
-    def warm_up(self, longest_draft: int = 0) -> None: ...
+    def warm_up(self) -> None: ...
 
     def prepare_adapter(self, adapter: Adapter) -> Adapter:
         return self._kernels.prepare_adapter(adapter)

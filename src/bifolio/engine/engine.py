@@ -188,8 +188,7 @@ class InferenceEngine(KeptConversations):
         if self.blocks.has_states:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         drawn, pooled = plan.split()
-        readout = Readout() if drawn.is_verified else Readout.from_plan(drawn)  # a verification reads all logits
-        launched = Launched(None, None)
+        readout, launched = Readout.from_plan(drawn), Launched(None, None)
         if not drawn.is_empty:
             executor = self.prefill_executor if drawn.prefills else self.decode_executor
             with_states = speculator is not None and speculator.reads_states(drawn)

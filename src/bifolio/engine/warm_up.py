@@ -67,7 +67,7 @@ def _generate(engine: InferenceEngine) -> None:
         while engine.has_work:
             engine.step()
     if engine.slots.device is not None:
-        engine.slots.device.warm_up(0 if engine.speculator is None else engine.speculator.policy.longest)
+        engine.slots.device.warm_up()
     if engine.speculator is not None:
         engine.speculator.drafter.warm_up(engine.speculator.policy.longest)
 

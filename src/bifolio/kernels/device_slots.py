@@ -224,11 +224,8 @@ class DeviceSlots(Protocol):
         """The passes of a head (`DraftNetwork`) over its storage; None: they are called one by one."""
         ...
 
-    def warm_up(self, longest_draft: int = 0) -> None:
-        """Capture the graphs of all batch sizes now instead of when a step first needs them.
-
-        `longest_draft`: the most draft tokens of a sequence in a step.
-        """
+    def warm_up(self) -> None:
+        """Capture the graphs of all batch sizes now instead of when a step first needs them."""
         ...
 
     def warm_up_adapters(self) -> None:

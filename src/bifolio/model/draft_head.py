@@ -12,7 +12,6 @@ split into the parts of both inputs, so that the two are multiplied apart and ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,6 @@ from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm, Rotation, Storage
 from bifolio.model.feed_forward import feed_forward, joined
 from bifolio.model.transformer import PagedAttentionLayer
-from bifolio.model.weight_rounding import in_fp8
 from bifolio.model.weights import LayerWeights, ModelWeights, prepare_layer
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -53,7 +51,6 @@ class HeadWeights:
     token_ids: np.ndarray | None = None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
     norms_residual: bool = False  # of EAGLE: the residual stream begins with the normed hidden state
     chains_normed: bool = False  # of MTP: the head's own hidden states are normed by `final_norm` when they are read
-    target_output: Linear | None = None  # the target's output matrix as its files have it, where `head` is None
     prepared_for: KernelSet | None = None
 
     @property
@@ -98,8 +95,6 @@ def prepare_head(head: HeadWeights, kernels: KernelSet, target: ModelWeights) ->
     """Prepare the weights at load; those of the target are shared, not copied."""
     if head.prepared_for is kernels:
         return head
-    if kernels.stores_fp8 and kernels.kv_dtype != "f32":  # its time is that of reading the matrices
-        head = _in_fp8(head)
     return replace(
         head,
         merge=None if head.merge is None else kernels.prepare_linear(head.merge),
@@ -113,7 +108,6 @@ def prepare_head(head: HeadWeights, kernels: KernelSet, target: ModelWeights) ->
         final_norm=kernels.prepare_norm(head.final_norm),
         head=target.head if head.head is None else kernels.prepare_linear(head.head),
         inverse_frequencies=tuple(kernels.from_host(frequencies) for frequencies in head.inverse_frequencies),
-        target_output=None,
         prepared_for=kernels,
     )
 
@@ -198,34 +192,14 @@ def rounded_like(head: HeadWeights, target: ModelWeights) -> HeadWeights:
     def rounded(linear: Linear) -> Linear:
         return replace(linear, parts=tuple(_in_bytes(part) for part in linear.parts))
 
-    return _with_linears_of(head, rounded)
-
-
-def _in_fp8(head: HeadWeights) -> HeadWeights:
-    """The head with dense matrices in FP8, and with an output matrix of its own if that of the target is dense."""
-    changed = _with_linears_of(head, in_fp8)
-    if head.head is not None or head.target_output is None:
-        return changed
-    output = in_fp8(head.target_output)
-    return changed if output is head.target_output else replace(changed, head=output)
-
-
-def _with_linears_of(head: HeadWeights, change: Callable[[Linear], Linear]) -> HeadWeights:
-    """The head with its matrices changed; experts and latent attention stay as they are."""
     layer = head.layer
     return replace(
         head,
-        merge=None if head.merge is None else change(head.merge),
-        token_part=change(head.token_part),
-        hidden_part=change(head.hidden_part),
-        layer=replace(
-            layer,
-            qkv=change(layer.qkv),
-            output=change(layer.output),
-            up=change(layer.up),
-            down=change(layer.down),
-        ),
-        head=None if head.head is None else change(head.head),
+        merge=None if head.merge is None else rounded(head.merge),
+        token_part=rounded(head.token_part),
+        hidden_part=rounded(head.hidden_part),
+        layer=replace(layer, output=rounded(layer.output), up=rounded(layer.up), down=rounded(layer.down)),
+        head=None if head.head is None else rounded(head.head),
     )
 
 

@@ -94,7 +94,6 @@ def _weights(tensors: _Tensors, target: LoadedModel, config: ModelConfig) -> Hea
         if tensors.has(names.final_norm)
         else target.weights.final_norm,
         head=tensors.linear(names.head, vocab, d) if tensors.has(names.head) else None,
-        target_output=target.weights.head,
         inverse_frequencies=target.weights.inverse_frequencies,
         rope_scales=target.weights.rope_scales,
     )

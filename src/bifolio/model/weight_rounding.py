@@ -108,19 +108,18 @@ def _is_dense(matrix: Any) -> bool:
 def _in_fp8(layer: LayerWeights) -> LayerWeights:
     recurrent = layer.recurrent
     if recurrent is not None:
-        recurrent = replace(recurrent, input=in_fp8(recurrent.input), output=in_fp8(recurrent.output))
+        recurrent = replace(recurrent, input=_fp8(recurrent.input), output=_fp8(recurrent.output))
     return replace(
         layer,
-        qkv=in_fp8(layer.qkv),
-        output=in_fp8(layer.output),
-        up=in_fp8(layer.up),
-        down=in_fp8(layer.down),
+        qkv=_fp8(layer.qkv),
+        output=_fp8(layer.output),
+        up=_fp8(layer.up),
+        down=_fp8(layer.down),
         recurrent=recurrent,
     )
 
 
-def in_fp8(linear: Linear) -> Linear:
-    """The dense matrices of a linear layer, to be stored in FP8; others stay as they are."""
+def _fp8(linear: Linear) -> Linear:
     parts = [part for part in linear.parts if isinstance(part, QuantizedTensor) and part.format in DENSE_FORMATS]
     if not parts or len(parts) != len(linear.parts) or any(type(part) is not QuantizedTensor for part in parts):
         return linear

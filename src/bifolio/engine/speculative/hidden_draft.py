@@ -48,7 +48,6 @@ class HiddenDraft(Drafter):
         self._chunk_size = chunk_size
         self._tracks: dict[int, Track] = {}  # by sequence id
         self._in_plan: dict[int, tuple[PendingDrafts, int]] = {}  # drafts of a step in flight and their row, likewise
-        self._read: tuple[PendingDrafts | None, list[list[int]]] = None, []  # the last drafts that were read
         self._num_launches = 0  # of drafts on the device
         row_bytes = 4 * runner.weights.states_width
         self._most_states = max(STATE_BYTES // (row_bytes * len(slots.tables)), LEAST_STATES)
@@ -194,16 +193,11 @@ class HiddenDraft(Drafter):
         for row, item, track in followed:
             track.ahead = Ahead(pending, row, length, self._num_launches, item.slot, item.start, item.num_new)
         for item, kept in states:
-            if item.num_new == 1:
-                self._add(item, kept)
-            else:  # drafts of another source
-                self._tracks.pop(item.sequence.id, None)
+            self._add(item, kept)
 
     def known(self, item: ScheduledSequence) -> tuple[int, ...]:
         pending, row = self._in_plan.pop(item.sequence.id)
-        if self._read[0] is not pending:  # once for all sequences of a step
-            self._read = pending, pending.wait().clip(0).tolist()
-        return tuple(self._read[1][row][: len(item.drafts)])
+        return tuple(pending.wait()[row, : len(item.drafts)].clip(0).tolist())
 
     def _taken(self, item: ScheduledSequence, pending: PendingDrafts, row: int, on_device: bool) -> tuple[int, ...]:
         """The drafts of a row for a decode."""

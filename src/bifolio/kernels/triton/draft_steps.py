@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,19 +29,11 @@ from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorde
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prompt_graphs import PromptGraphs, Sizes
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
-from bifolio.kernels.triton.split_kv import Pieces
-from bifolio.kernels.triton.verify_steps import (
-    MOST_DRAFTS,
-    MOST_ROWS,
-    SEQUENCES,
-    VerifyKey,
-    VerifySteps,
-    sizes_for,
-    usual_lengths,
-)
+from bifolio.kernels.triton.verify_steps import MOST_DRAFTS, MOST_ROWS, VerifyKey, VerifySteps
 
 ON_GPU = Sizes((4, 8, 16, 32, 64, 128, 256), 32)
 INTERPRETED = Sizes((8, 24), 4)
+ROWS = (1, 2, 4, 8, 16, 32)  # sequences of a chain: fewer are padded to the next of these numbers
 
 
 @dataclass(slots=True)
@@ -54,8 +46,17 @@ class Chain:
     layout: tuple[torch.Tensor, ...]  # token ids, positions, index, contexts, table rows of a pass
     turns: list[torch.Tensor]  # i32[1] of each draft
     results: list[Results]  # of each draft
+    pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
     next_turn: int = 0
+
+
+@dataclass(slots=True)
+class FirstPass:
+    """The graph of the head's pass over the states of a verification."""
+
+    pieces: dict[int, Any] = field(default_factory=dict)
+    graph: Any = None
 
 
 @dataclass(slots=True)
@@ -100,8 +101,7 @@ class DraftSteps:
             kernels, split, (network.shape,), network.decode_segment, storage, self._state, self._recorder, sizes
         )
         self._chains: dict[tuple[int, int, Mode], Chain] = {}
-        self._first: dict[tuple[int, int], Any] = {}  # graphs of first passes, by sequences and tokens of each
-        self._pieces: dict[int, dict[int, Pieces]] = {}  # by number of rows; the passes take turns
+        self._first: dict[tuple[int, int], FirstPass] = {}  # by sequences and tokens of each
         ids = network.token_ids
         self._ids = None if ids is None else torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(device)
 
@@ -110,8 +110,8 @@ class DraftSteps:
 
         self._entries = integers(source.num_slots)  # of each slot's head
         self._starts = integers(source.num_slots)  # position of the first entry of its context
-        self._rows = integers(SEQUENCES[-1])  # slots of the chain; -1: padding
-        self._hidden = torch.zeros((SEQUENCES[-1], network.hidden_size), dtype=torch.float32, device=device)
+        self._rows = integers(ROWS[-1])  # slots of the chain; -1: padding
+        self._hidden = torch.zeros((ROWS[-1], network.hidden_size), dtype=torch.float32, device=device)
         self._layout = (*(integers(MOST_ROWS) for _ in range(4)), integers(MOST_ROWS, torch.int64))  # of first passes
 
     def draft(
@@ -125,7 +125,7 @@ class DraftSteps:
     ) -> PendingDrafts | None:
         """Draft `length` tokens for each slot; None if there are too many slots or tokens."""
         count = len(slots)
-        if count > self._most or length > MOST_DRAFTS:
+        if count > min(ROWS[-1], self._state.num_slots) or length > MOST_DRAFTS:
             return None
         self._set_tables(slots, tables)
         hidden = self._passes.hidden_rows(batch, slots)
@@ -152,23 +152,25 @@ class DraftSteps:
         first, chain = self._first_pass(key), self._chain(key.size, length, self._draw_mode(slots))
         self._set_tables(slots, tables)
         self._state.send()
-        if first is None:
-            self._run_first(key.size, key.width)
+        if first.graph is None:
+            self._run_first(first, key.size, key.width)
         else:
-            first.replay()
+            first.graph.replay()
         return self._launch(chain, length, len(slots))
 
     def warm_up(self, longest: int) -> None:
         """Capture all steps of greedy drafts and of those drawn with filters now."""
         self._passes.capture_all()
-        modes, lengths = (Mode(), Mode("filter")), usual_lengths(longest)
-        for size in reversed(sizes_for(self._most)):
-            for length in range(longest, 0, -1):
-                for mode in modes:
-                    self._chain(size, length, mode)
-            for length in reversed(lengths):
-                if size * (length + 1) <= MOST_ROWS:
-                    self._first_pass(VerifyKey(size, length + 1, Mode()))
+        modes, lengths = (Mode(), Mode("filter")), sorted({1, min(2, longest), longest}, reverse=True)
+        self._verify.capture_all(lengths, modes)
+        for size in reversed(ROWS):
+            if size <= self._state.num_slots:
+                for length in range(longest, 0, -1):
+                    for mode in modes:
+                        self._chain(size, length, mode)
+                for length in lengths:
+                    if size * (length + 1) <= MOST_ROWS:
+                        self._first_pass(VerifyKey(size, length + 1, Mode()))
 
     def _draw_mode(self, slots: np.ndarray) -> Mode:
         return self._mode_of(slots)._replace(logprobs=False)
@@ -192,13 +194,8 @@ class DraftSteps:
         for theirs, own in zip(self._source.columns, self._state.columns, strict=True):
             own.copy_(theirs)
 
-    @property
-    def _most(self) -> int:
-        """Sequences of a step."""
-        return min(SEQUENCES[-1], self._state.num_slots)
-
     def _size(self, count: int) -> int:
-        return SEQUENCES[bisect_left(SEQUENCES, count)] if self._state.on_gpu else count
+        return ROWS[bisect_left(ROWS, count)] if self._state.on_gpu else count
 
     def _launch(self, chain: Chain, length: int, count: int) -> PendingDrafts:
         if chain.graph is None:
@@ -209,13 +206,14 @@ class DraftSteps:
         return PendingDrafts(chain.results, turn, count, None if chain.graph is None else recorded_event())
 
     # -- the first pass after a verification ---------------------------------------------------------------------------
-    def _first_pass(self, key: VerifyKey) -> Any:
-        """The graph of a first pass; None: it runs kernel by kernel."""
-        if self._state.on_gpu and key[:2] not in self._first:
-            self._first[key[:2]] = self._recorder.record(lambda: self._run_first(key.size, key.width))
-        return self._first.get(key[:2])
+    def _first_pass(self, key: VerifyKey) -> FirstPass:
+        if key[:2] not in self._first:
+            self._first[key[:2]] = first = FirstPass()
+            if self._state.on_gpu:
+                first.graph = self._recorder.record(lambda: self._run_first(first, key.size, key.width))
+        return self._first[key[:2]]
 
-    def _run_first(self, size: int, width: int) -> None:
+    def _run_first(self, first: FirstPass, size: int, width: int) -> None:
         """Run the head on all tokens of the verification, and keep the hidden states of the last accepted ones.
 
         Entries of tokens that were not accepted are written anew with the tokens that take their places.
@@ -230,24 +228,21 @@ class DraftSteps:
             self._state.tables, tokens, positions, index, contexts, table_rows, count, self._state.tables.stride(0),
             BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
-        segment = self._stage(count, contexts, table_rows)
+        segment = self._segment(count, contexts)
+        self._kernels.attention.stage_decode(segment, table_rows, first.pieces, (self._network.shape,))
         given = None if inputs.taps is None else inputs.taps[:count] * self._network.state_scale
         batch = Batch(tokens, positions, index, (segment,), None, given=given)
         hidden = tensor(self._network.from_target(self._kernels, batch, self._storage))
         self._hidden[:size].copy_(hidden.index_select(0, inputs.last[:size]))
         self._rows[:size].copy_(inputs.rows(count).view(size, width)[:, 0])
 
-    def _stage(self, count: int, contexts: torch.Tensor, table_rows: torch.Tensor) -> AttentionSegment:
-        """The segment of a pass, laid out for its attention."""
-        segment = replace(
+    def _segment(self, count: int, contexts: torch.Tensor) -> AttentionSegment:
+        return replace(
             self._network.decode_segment(count),
             block_tables=self._state.tables,
             context_lens=contexts,
             max_context_len=self._state.max_blocks * self._storage.block_size,
         )
-        pieces = self._pieces.setdefault(count, {})
-        self._kernels.attention.stage_decode(segment, table_rows, pieces, (self._network.shape,))
-        return segment
 
     # -- the chain -----------------------------------------------------------------------------------------------------
     def _chain(self, size: int, length: int, mode: Mode) -> Chain:
@@ -296,7 +291,8 @@ class DraftSteps:
     def _pass(self, chain: Chain, hidden: Any) -> torch.Tensor:
         """The head on its own hidden states: [r, d]"""
         tokens, positions, index, contexts, table_rows = chain.layout
-        segment = self._stage(len(chain.rows), contexts, table_rows)
+        segment = self._segment(len(chain.rows), contexts)
+        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,))
         batch = Batch(tokens, positions, index, (segment,), None, given=hidden)
         return tensor(self._network.from_own(self._kernels, batch, self._storage))
 

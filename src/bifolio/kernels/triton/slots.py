@@ -247,7 +247,7 @@ class TritonSlots:
         self._kernels.tabulate(network.rotations, self._sizes.max_model_len)
         return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode, self.verifications)
 
-    def warm_up(self, longest_draft: int = 0) -> None:
+    def warm_up(self) -> None:
         """Capture steps with prompts, decodes without sampling, and decodes that are greedy or drawn with filters.
 
         Decodes both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured
@@ -264,8 +264,6 @@ class TritonSlots:
             self.draws_from_logits.capture_all(mode, self._vocab_size)
             if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
                 self.graphs.capture_all(mode, shares=True)
-        if longest_draft and not self._storage.layout.num_states:
-            self.verifications.capture_all(longest_draft, (Mode(), Mode("filter")))
 
     def warm_up_adapters(self) -> None:
         layout = self.adapters.layout

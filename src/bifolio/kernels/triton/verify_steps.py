@@ -12,7 +12,7 @@ the slots, and learns the tokens later. `DraftSteps` reads the hidden states and
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ from bifolio.kernels.interface import Batch, Network, Storage
 from bifolio.kernels.triton.cuda_graphs import TURNS, DeviceTokens, GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
-from bifolio.kernels.triton.split_kv import Pieces
 
 MOST_DRAFTS = 32  # of a sequence
 MOST_ROWS = 256  # tokens of a step
@@ -46,6 +45,7 @@ class VerifyStep:
 
     turn: torch.Tensor  # i32[1]
     results: Results
+    pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
     next_turn: int = 0
 
@@ -89,18 +89,17 @@ class VerifySteps:
         self._recorder = recorder
         self._shapes = tuple({shape.reach: shape for shape in network.shapes}.values())
         self._steps: dict[VerifyKey, VerifyStep] = {}
-        self._pieces: dict[int, dict[int, Pieces]] = {}  # by number of rows; the steps take turns
         self._sent = b""  # present contents of the words
         self.inputs = VerifyInputs(state.device, 0 if network.split is None else network.split.tap_width)
         self.sampled = DeviceState(MOST_ROWS, 0, state.device)  # a slot for each token
         shape = state.num_slots, MOST_DRAFTS
         self.drafts = torch.zeros(shape, dtype=torch.int32, device=state.device)  # i32[slots, MOST_DRAFTS]
         self.last: VerifyKey | None = None  # the last launch
-        self.lengths: list[int] = []  # numbers of drafts that are captured at the start
+        self._lengths: list[int] = []  # numbers of drafts that are captured at the start
 
     def fits(self, count: int, width: int) -> bool:
         """Whether a step has room for so many sequences with so many tokens each."""
-        width = next((length + 1 for length in self.lengths if length >= width - 1), width)
+        width = next((length + 1 for length in self._lengths if length >= width - 1), width)
         return count <= self._most and self._size(count) * width <= MOST_ROWS and width <= MOST_DRAFTS + 1
 
     def launch(self, slots: np.ndarray, drafts: np.ndarray, mode: Mode) -> DeviceTokens:
@@ -109,7 +108,7 @@ class VerifySteps:
         The slots' lengths and newest tokens advance on the device.
         """
         count, most = len(slots), drafts.shape[1]
-        width = next((length for length in self.lengths if length >= most), most) + 1
+        width = next((length for length in self._lengths if length >= most), most) + 1
         self.last = key = VerifyKey(self._size(count), width, mode)
         step = self._step(key)
         words = np.full((2, key.size, width), -1, dtype=np.int32)
@@ -133,12 +132,12 @@ class VerifySteps:
         row = number * self.last.width
         return self.inputs.taps[row : row + 1].clone()
 
-    def capture_all(self, longest: int, modes: tuple[Mode, ...]) -> None:
-        """Capture the steps of up to `longest` drafts now, the largest first; some numbers are padded to the next."""
-        self.lengths = usual_lengths(longest)
-        for length in reversed(self.lengths):
-            for size in reversed(sizes_for(self._most)):
-                if size * (length + 1) <= MOST_ROWS:
+    def capture_all(self, lengths: list[int], modes: tuple[Mode, ...]) -> None:
+        """Capture the steps of these numbers of drafts now, the largest first; others are padded to the next."""
+        self._lengths = sorted(lengths)
+        for length in sorted(lengths, reverse=True):
+            for size in reversed(SEQUENCES):
+                if size <= self._most and size * (length + 1) <= MOST_ROWS:
                     for mode in modes:
                         self._step(VerifyKey(size, length + 1, mode))
 
@@ -184,8 +183,7 @@ class VerifySteps:
             context_lens=inputs.contexts[:count],
             max_context_len=state.max_blocks * self._storage.block_size,
         )
-        pieces = self._pieces.setdefault(count, {})
-        self._kernels.attention.stage_decode(segment, inputs.table_rows[:count], pieces, self._shapes)
+        self._kernels.attention.stage_decode(segment, inputs.table_rows[:count], step.pieces, self._shapes)
         taps = None if inputs.taps is None else inputs.taps[:count]
         batch = Batch(
             inputs.token_ids[:count], inputs.positions[:count], inputs.index[:count], (segment,), None, taps=taps
@@ -205,16 +203,6 @@ class VerifySteps:
             inputs.places, inputs.draws, self.sampled.lengths, step.turn, count, key.width, state.tables.stride(0),
             TURNS=TURNS, MOST=MOST_DRAFTS, BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
-
-
-def sizes_for(most: int) -> tuple[int, ...]:
-    """Numbers of sequences that steps of up to `most` are captured for."""
-    return SEQUENCES[: bisect_left(SEQUENCES, most) + 1]
-
-
-def usual_lengths(longest: int) -> list[int]:
-    """Numbers of draft tokens of most steps, in their order."""
-    return sorted({1, min(2, longest), longest})
 
 
 @triton.jit(
