@@ -45,7 +45,8 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("bitnet",), ENTRIES), "norms of this model"),
     **dict.fromkeys(product(("deepseek4",), ENTRIES), "compressed entries"),
     **dict.fromkeys(product(("jamba", "mamba", "recurrent_gemma"), ENTRIES), "selective recurrent layers"),
-    **dict.fromkeys(product(("mamba2", "rwkv7"), ENTRIES), "1 query heads"),
+    **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
+    **dict.fromkeys(product(("rwkv7",), ENTRIES), "layers of RWKV"),
     **dict.fromkeys(product(("zamba2",), ENTRIES), "share blocks"),
 }
 
