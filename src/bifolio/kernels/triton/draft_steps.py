@@ -183,7 +183,7 @@ class DraftSteps:
             context_lens=contexts,
             max_context_len=self._state.max_blocks * self._storage.block_size,
         )
-        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,))
+        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,), self._storage)
         batch = Batch(tokens, positions, index, (segment,), None, given=hidden)
         return tensor(self._network.from_own(self._kernels, batch, self._storage))
 
