@@ -126,9 +126,8 @@ def _latent_kernel(
                     tl.store(piece_counts + token, used, mask=exists & (head == 0))
             place = mixed_parts + (part * DIM)[:, None]
             stop = number + 1
-            if FIXED:
-                if joins > 0:
-                    stop = tl.maximum((end + piece - 1) // piece, 1)
+            if FIXED and joins > 0:
+                stop = tl.maximum((end + piece - 1) // piece, 1)
             highest = tl.full([ROWS], -float("inf"), tl.float32)  # of the pieces before, if the program joins them
             total = tl.zeros([ROWS], tl.float32)
             for current in range(number, stop):
