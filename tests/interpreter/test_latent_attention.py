@@ -46,7 +46,8 @@ def test_bits_of_both_phases(dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def attend(phase: object, counts: list[int], lengths: list[int], rows: slice, first: int = 0) -> torch.Tensor:
         segment = segment_of(phase, counts, lengths, context.tables[first : first + len(counts)])  # type: ignore[arg-type]
-        return bench.kernels.attend(Heads(query[rows], None, None), shape, (segment,), context.storage)
+        found: torch.Tensor = bench.kernels.attend(Heads(query[rows], None, None), shape, (segment,), context.storage)
+        return found
 
     whole = attend(PREFILL, [70], [200], slice(0, 70))
     parts = attend(PREFILL, [33], [163], slice(0, 33)), attend(PREFILL, [37], [200], slice(33, 70))
