@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from attention_checks import shape_of
 from check_bench import Bench, expected_attention, relative_error, segment_of
 from latent_checks import DECODE, PREFILL, latents
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
+
+from test_chosen_positions import texts
+
 from bifolio.kernels.interface import Heads
+from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels, latent_attention
 
 LENGTHS, DIM = [200, 3, 65], 272
@@ -59,5 +66,21 @@ def test_bits_of_both_phases(dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
     together = attend(DECODE, [1, 1, 1], LENGTHS, slice(0, 3))
     alone = [attend(DECODE, [1], [LENGTHS[row]], slice(row, row + 1), row) for row in range(3)]
     assert torch.equal(together, torch.cat(alone))
-    lengths = np.array(LENGTHS)
-    assert (lengths > 64).sum() == 2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "youtu"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_engines_run_captured_steps(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small latents of a test as if they were large: decodes, prompts beside them, and a cached prefix."""
+    launched: list[int] = []
+    launch = latent_attention._launch
+    monkeypatch.setattr(latent_attention, "_launch", lambda *own, **more: (launched.append(1), launch(*own, **more)))
+    _, expected = texts(name, TorchKernels("cpu"), 3)
+    assert not launched
+    monkeypatch.setattr(latent_attention, "LARGE_HEAD", 8)
+    engine, found = texts(name, TritonKernels("cpu", "f32", deterministic=deterministic), 3)
+    assert launched
+    assert engine.slots.device is not None
+    assert engine.slots.device.prompts is not None
+    assert engine.slots.device.graphs.keys
+    assert found == expected
