@@ -47,8 +47,8 @@ from bifolio.kernels.triton.prefill import (
 )
 from bifolio.kernels.triton.query_tiles import QueryTiles, cut_queries
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
-from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
-from bifolio.kernels.triton.tiles import prefill_tile, product_dtype
+from bifolio.kernels.triton.split_kv import Parts, Pieces, cut, most_pieces, new_parts, new_pieces
+from bifolio.kernels.triton.tiles import LARGE_HEAD, prefill_tile, product_dtype
 
 
 @dataclass(slots=True)
@@ -327,17 +327,17 @@ class Attention:
         self._has_padding = False
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
-        if not self._deterministic:
-            return new_pieces(segment.num_sequences, shape, self._device, num_processors=self._num_processors)
-        fixed_len = segment.max_context_len
-        most = segment.num_sequences * triton.cdiv(fixed_len, FIXED_PIECE)
+        fixed_len = segment.max_context_len if self._deterministic else 0
+        count, processors = segment.num_sequences, self._num_processors
+        if not fixed_len and shape.head_dim <= LARGE_HEAD:
+            return new_pieces(count, shape, self._device, num_processors=processors)
+        most = most_pieces(count, shape, processors, fixed_len)
         key = shape.num_heads, shape.head_dim
         if key not in self._parts or len(self._parts[key][0]) < most:  # all steps use the same room, the largest first
             self._parts[key] = new_parts(most, shape, self._device)
         return new_pieces(
-            segment.num_sequences, shape, self._device, num_processors=self._num_processors, fixed_len=fixed_len,
-            parts=self._parts[key],
-        )  # fmt: skip
+            count, shape, self._device, num_processors=processors, fixed_len=fixed_len, parts=self._parts[key]
+        )
 
     def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
         """Stage the segments of a pass; all layers of a pass use the same ones."""
