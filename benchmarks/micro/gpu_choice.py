@@ -25,6 +25,7 @@ from bifolio.kernels.interface import AttentionShape
 from bifolio.kernels.select import require_gpu
 from bifolio.kernels.triton import chosen_attention as kernels
 from bifolio.kernels.triton.index_scores import index_scores
+from bifolio.kernels.triton.latents import LatentTile
 from bifolio.kernels.triton.pass_rows import PassRows
 from bifolio.kernels.triton.top_positions import top_positions
 
@@ -94,8 +95,8 @@ def times_of_attention(
 
     found = {"attention": microseconds(attend)}
     for text in tiles:
-        tile = kernels.Tile(*map(int, text.split("x")))
-        with mock.patch.object(kernels, "tile_of", return_value=tile):
+        tile = LatentTile(*map(int, text.split("x")))
+        with mock.patch.object(kernels, "latent_tile", return_value=tile):
             found[f"attention {text}"] = microseconds(attend)
     if with_torch:
         some = min(rows, 16)

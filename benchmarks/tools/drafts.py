@@ -181,7 +181,8 @@ class Table:
     """Prints rows beside those of the plain engine, and writes each as JSON."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._plain = path, {}
+        self._path = path
+        self._plain: dict[int, Measured] = {}
         columns = f"{'engine':22} {'seqs':>4} {'ms/step':>8} {'wait ms':>8} {'step/plain':>10}"
         print(f"{columns} {'tok/s':>9} {'gain':>6} accepted")
 

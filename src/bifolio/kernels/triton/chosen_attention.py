@@ -11,28 +11,17 @@ number of queries, in deterministic mode on `top_k` alone, and no result on the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
+from bifolio.kernels.triton.latents import latent_sizes, latent_tile, mix_latents
 from bifolio.kernels.triton.pass_rows import PassRows
 from bifolio.kernels.triton.tiles import in_product_type, product_dtype, score_constants
 
-MIN_ROWS = 16  # of a matrix product
 FIXED_PIECE = 512  # positions of a piece in deterministic mode
 MOST_PARTS = 1 << 26  # values of pieces that are stored at once
-
-
-class Tile(NamedTuple):
-    """Sizes of a program."""
-
-    rows: int  # heads
-    positions: int
-    warps: int
-    stages: int
 
 
 @triton.jit(
@@ -85,28 +74,11 @@ def _chosen_kernel(
         own = query + row * query_stride + head[:, None] * DIM
         q = in_product_type(tl.load(own + last[None, :], mask=has_last, other=0.0), keys)
         q_first = in_product_type(tl.load(own + first[None, :], mask=has_first, other=0.0), keys)
-        for start in tl.range(piece * PIECE, end, TILE, num_stages=STAGES):
-            place = start + tl.arange(0, TILE)
-            inside = place < end
-            picked = tl.load(chosen + row * TOP_K + place, mask=place < picks_end, other=0)
-            position = tl.where(visible > TOP_K, picked, place)
-            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            source = keys + (block * BLOCK_SIZE + position % BLOCK_SIZE)[:, None] * DIM
-            k = tl.load(source + last[None, :], mask=inside[:, None] & (last < DIM)[None, :], other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if FIRST > 0:
-                real = inside[:, None] & (first < FIRST)[None, :]
-                k_first = tl.load(source + first[None, :], mask=real, other=0.0).to(q.dtype)
-                scores = tl.dot(q_first, tl.trans(k_first), scores, input_precision=PRECISION)
-            scores = tl.where(inside[None, :], scores * scale, -float("inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_highest[:, None])
-            shrink = tl.exp2(highest - new_highest)
-            highest, total = new_highest, total * shrink + tl.sum(weights, axis=1)
-            mixed = tl.dot(weights.to(q.dtype), k, mixed * shrink[:, None], input_precision=PRECISION)
-            if FIRST > 0:
-                mixed_first = mixed_first * shrink[:, None]
-                mixed_first = tl.dot(weights.to(q.dtype), k_first, mixed_first, input_precision=PRECISION)
+        highest, total, mixed, mixed_first = mix_latents(
+            q, q_first, keys, table, chosen + row * TOP_K, piece * PIECE, end, end + tl.zeros([ROWS], tl.int32),
+            picks_end, scale, first, last, ROWS, DIM, FIRST, FIRST_BLOCK, LAST_BLOCK, BLOCK_SIZE, TILE, STAGES,
+            PRECISION, True,
+        )  # fmt: skip
     total = tl.where(end > piece * PIECE, total, 1.0)  # padding has no weights, and its result is 0
     share = 1.0 / total
     part = row * HEADS + head
@@ -150,13 +122,6 @@ def _merge_kernel(
     tl.store(out + (row * HEADS + head) * DIM + dim, mixed.to(out.dtype.element_ty), mask=dim < DIM)
 
 
-def tile_of(heads: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:
-        return Tile(MIN_ROWS, 16, 4, 1)
-    rows = min(max(triton.next_power_of_2(heads), MIN_ROWS), 64)
-    return Tile(rows, 32, 4 if rows == MIN_ROWS else 8, 3)
-
-
 def pieces_of(top_k: int, programs: int, num_processors: int, positions: int, *, fixed: bool) -> int:
     """Positions of a piece: those that fill the device, a multiple of a tile's."""
     tiles = -(-top_k // positions)
@@ -179,7 +144,7 @@ def chosen_attention(
     """[t, heads * dim]: 0 for padding."""
     count, heads, dim = query.shape
     keys = storage.keys[shape.layer]
-    tile = tile_of(heads, product_dtype(query.dtype, keys.dtype))
+    tile = latent_tile(heads, product_dtype(query.dtype, keys.dtype))
     groups, top_k = triton.cdiv(heads, tile.rows), chosen.shape[1]
     piece = pieces_of(top_k, count * groups, num_processors, tile.positions, fixed=fixed)
     splits = triton.cdiv(top_k, piece)
@@ -188,8 +153,7 @@ def chosen_attention(
     room = (min(count, at_once), splits, heads, dim) if splits > 1 else (1,)
     mixed = torch.empty(room, dtype=torch.float32, device=query.device)
     weight = torch.empty(room[:3], dtype=torch.float32, device=query.device)
-    last = 1 << (dim.bit_length() - 1)
-    sizes = {"HEADS": heads, "DIM": dim, "TOP_K": top_k, "PIECE": piece, "SPLITS": splits}
+    sizes = {"HEADS": heads, "TOP_K": top_k, "PIECE": piece, "SPLITS": splits}
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
         seen, own = rows.seen[part], out[part]
@@ -207,10 +171,8 @@ def chosen_attention(
             rows.tables.stride(0),
             score_constants(shape)[0],
             **sizes,
+            **latent_sizes(dim),
             ROWS=tile.rows,
-            FIRST=dim - last,
-            FIRST_BLOCK=max(16, triton.next_power_of_2(dim - last)),
-            LAST_BLOCK=max(16, last),
             BLOCK_SIZE=storage.block_size,
             TILE=tile.positions,
             STAGES=tile.stages,
@@ -220,7 +182,7 @@ def chosen_attention(
         )
         if splits > 1:
             _merge_kernel[(len(seen), heads)](
-                seen, mixed, weight, own, **sizes, DIM_BLOCK=triton.next_power_of_2(dim),
+                seen, mixed, weight, own, **sizes, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
                 SPLITS_BLOCK=triton.next_power_of_2(splits), num_warps=4 if splits <= 8 else 8,
             )  # fmt: skip
     return out

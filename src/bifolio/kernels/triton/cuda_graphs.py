@@ -325,7 +325,7 @@ class DecodeGraphs:
             max_context_len=state.max_blocks * self._storage.block_size,
         )
         self._kernels.attention.stage_decode(
-            segment, step.table_rows, step.pieces, self._shapes, step.shared, is_near=step.is_near
+            segment, step.table_rows, step.pieces, self._shapes, self._storage, step.shared, is_near=step.is_near
         )
         use = None if step.states is None else step.states.use
         own = None if step.adapters is None else step.adapters.use

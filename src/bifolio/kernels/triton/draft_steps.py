@@ -229,7 +229,7 @@ class DraftSteps:
             BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
         segment = self._segment(count, contexts)
-        self._kernels.attention.stage_decode(segment, table_rows, first.pieces, (self._network.shape,))
+        self._kernels.attention.stage_decode(segment, table_rows, first.pieces, (self._network.shape,), self._storage)
         given = None if inputs.taps is None else inputs.taps[:count] * self._network.state_scale
         batch = Batch(tokens, positions, index, (segment,), None, given=given)
         hidden = tensor(self._network.from_target(self._kernels, batch, self._storage))
@@ -292,7 +292,7 @@ class DraftSteps:
         """The head on its own hidden states: [r, d]"""
         tokens, positions, index, contexts, table_rows = chain.layout
         segment = self._segment(len(chain.rows), contexts)
-        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,))
+        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,), self._storage)
         batch = Batch(tokens, positions, index, (segment,), None, given=hidden)
         return tensor(self._network.from_own(self._kernels, batch, self._storage))
 

@@ -183,7 +183,9 @@ class VerifySteps:
             context_lens=inputs.contexts[:count],
             max_context_len=state.max_blocks * self._storage.block_size,
         )
-        self._kernels.attention.stage_decode(segment, inputs.table_rows[:count], step.pieces, self._shapes)
+        self._kernels.attention.stage_decode(
+            segment, inputs.table_rows[:count], step.pieces, self._shapes, self._storage
+        )
         taps = None if inputs.taps is None else inputs.taps[:count]
         batch = Batch(
             inputs.token_ids[:count], inputs.positions[:count], inputs.index[:count], (segment,), None, taps=taps
