@@ -223,6 +223,31 @@ def _as_f32(kernels: KernelSet, part: Any) -> np.ndarray:
     return array if array.dtype == np.uint16 else array.astype(np.float32)
 
 
+@case("arena")
+def arena(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Nothing sleeps before `use_arena`."""
+    assert kernels.arena is None
+    return ()
+
+
+@case("use_arena")
+def use_arena(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Weights that slept are as before; a set whose memory is the host's has no arena."""
+    values = rng.standard_normal((3, 5)).astype(np.float32)
+    weights = [kernels.from_host(values)]
+    try:
+        kernels.use_arena()
+        if kernels.arena is not None:
+            kernels.arena.adopt(weights)
+            kernels.arena.sleep(keep_weights=True)
+            assert kernels.arena.keeps_weights
+            kernels.arena.wake(("weights",))
+    finally:
+        kernels.arena = None
+    assert kernels.to_host(weights[0]).tolist() == values.tolist()
+    return ()
+
+
 @case("memory")
 def memory(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """The peak counts an allocation that is gone; free memory is what the device has."""
