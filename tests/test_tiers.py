@@ -35,7 +35,7 @@ def collect_all() -> tuple[dict[str, list[str]], list[str]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[{")]  # libraries may write others
-    marks, imported = json.loads(line)
+    marks, imported = json.JSONDecoder().raw_decode(line)[0]
     return marks, imported
 
 
