@@ -13,8 +13,6 @@ from family_rows import row_folder
 from safetensors.torch import load_file, save_file
 from test_deepseek4 import rename
 from test_family_rows import worst_chunks
-from transformers import AutoModelForCausalLM
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from bifolio.api.llm import LLM
 from bifolio.errors import ModelFileError
@@ -28,6 +26,15 @@ NAME, LENGTH, BLOCK = "deepseek_v4", 23, (8, 8)
 IN_FP8 = (".wq_a.", ".wq_b.", ".wkv.", ".wo_a.", ".wo_b.", ".shared_experts.")
 CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 DESCRIPTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+
+
+def dequantised(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As transformers does it when it loads such a folder; skips where it is too old for that."""
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(module, "Fp8Dequantize"):
+        pytest.skip("this version of transformers does not read folders in FP8")
+    found: torch.Tensor = module.Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+    return found
 
 
 def powers(largest: torch.Tensor, most: float) -> torch.Tensor:
@@ -76,7 +83,7 @@ def folders(experts: str, folder: Path) -> tuple[Path, Any]:
         plain[name], stored[own] = weight, weight
         if found is not None:
             stored[own], stored[own.removesuffix(".weight") + ".scale"] = found
-            plain[name] = Fp8Dequantize(None)._dequantize_one(*found, torch.bfloat16).float()
+            plain[name] = dequantised(*found, torch.bfloat16).float()
     for path, tensors, own in (
         (published, stored, {"expert_dtype": experts, "quantization_config": DESCRIPTION}),
         (dense, plain, {}),
@@ -88,6 +95,8 @@ def folders(experts: str, folder: Path) -> tuple[Path, Any]:
             {"format": "pt"},
         )
         (path / "config.json").write_text(json.dumps(names | own))
+    from transformers import AutoModelForCausalLM
+
     return published, AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
 
 
@@ -124,10 +133,11 @@ def matrix_of(folder: Path, **tensors: torch.Tensor) -> Any:
     return folder_tensors(folder, {"quantization_config": DESCRIPTION})["a.weight"]
 
 
+@pytest.mark.full
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     codes, scales = in_fp4(torch.randn(4, 64))
     found = matrix_of(tmp_path, **{"a.weight": codes, "a.scale": scales})
-    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    expected = dequantised(codes, scales, torch.float32)
     assert torch.equal(torch.from_numpy(found.dequantize()), expected)
     part = torch.from_numpy(found.select_rows(slice(1, 3)).dequantize())
     assert torch.equal(part, expected[1:3])
