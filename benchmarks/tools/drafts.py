@@ -216,13 +216,15 @@ class Table:
 def run_engine(options: argparse.Namespace, folder: Path, head: Path, method: str | None, table: Table) -> None:
     """Open an engine and add all of its rows."""
     from bifolio import LLM
+    from bifolio.engine.speculative.policy import DraftPolicy
 
     llm = LLM(str(folder), **engine_options(options, head, method))
     lengths = [0] if method is None else [*range(1, options.length + 1), -1]
     for length in lengths:
         if llm.engine.speculator is not None:
-            policy = llm.engine.speculator.policy
-            policy.adaptive, policy.longest = length < 0, options.length if length < 0 else length
+            longest = options.length if length < 0 else length  # what fixed lengths measured is forgotten
+            is_late = llm.engine.speculator.policy.is_late
+            llm.engine.speculator.policy = DraftPolicy(longest, adaptive=length < 0, is_late=is_late)
         name = "plain" if method is None else f"{method} {'chosen' if length < 0 else length}"
         for count in options.sequences:
             for _ in range(options.rounds if length <= 0 else 1):
