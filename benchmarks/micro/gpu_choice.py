@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
@@ -23,11 +24,9 @@ from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import AttentionShape
 from bifolio.kernels.select import require_gpu
-from bifolio.kernels.triton import chosen_attention as kernels
-from bifolio.kernels.triton.index_scores import index_scores
-from bifolio.kernels.triton.latents import LatentTile
-from bifolio.kernels.triton.pass_rows import PassRows
-from bifolio.kernels.triton.top_positions import top_positions
+
+if TYPE_CHECKING:
+    from bifolio.kernels.triton.pass_rows import PassRows
 
 LATENT, KEY, INDEX_HEADS, BLOCK = 576, 128, 64, 64
 ONE_EACH = 64  # queries of as many sequences
@@ -42,6 +41,8 @@ def storage_of(dim: int, tokens: int) -> KVStorage:
 
 
 def queries_of(rows: int, context: int) -> PassRows:
+    from bifolio.kernels.triton.pass_rows import PassRows
+
     sequences = rows if rows <= ONE_EACH else 1
     blocks = -(-context // BLOCK)
     tables = 1 + torch.randperm(sequences * blocks, device="cuda").view(sequences, blocks).to(torch.int32)
@@ -58,6 +59,9 @@ def microseconds(work: Callable[[], object]) -> float:
 
 def times_of_choice(every: PassRows, chosen: torch.Tensor, *, with_torch: bool) -> dict[str, float]:
     """Microseconds of scores and of the choice, which is written to `chosen`."""
+    from bifolio.kernels.triton.index_scores import index_scores
+    from bifolio.kernels.triton.top_positions import top_positions
+
     rows, context, top_k = len(every.seen), every.longest, chosen.shape[1]
     shape = AttentionShape(0, INDEX_HEADS, 1, KEY, KEY**-0.5, top_k=top_k)
     keys = storage_of(KEY, every.tables.numel() * BLOCK)
@@ -84,6 +88,9 @@ def times_of_choice(every: PassRows, chosen: torch.Tensor, *, with_torch: bool) 
 def times_of_attention(
     every: PassRows, chosen: torch.Tensor, heads: int, tiles: list[str], *, with_torch: bool
 ) -> dict[str, float]:
+    from bifolio.kernels.triton import chosen_attention as kernels
+    from bifolio.kernels.triton.latents import LatentTile
+
     rows = len(every.seen)
     shape = AttentionShape(0, heads, 1, LATENT, 192**-0.5, top_k=chosen.shape[1])
     latents = storage_of(LATENT, every.tables.numel() * BLOCK)

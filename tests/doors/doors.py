@@ -51,7 +51,7 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
 }
 
 WITHOUT_ADAPTERS = {  # (family, entry) -> the reason of adapters for a refusal of this one
-    **dict.fromkeys(product(("nemotron_h",), ENTRIES), "cannot be changed in this nemotron_h model"),
+    **dict.fromkeys(product(("mimo2",), ENTRIES), "cannot be changed in this mimo2 model"),
     **dict.fromkeys(product(("zamba2",), ENTRIES), "cannot be changed in this zamba2 model"),
     **dict.fromkeys(product(("exaone",), ENTRIES), "cannot be changed in this exaone model"),  # it is one of Llama
     ("falcon_h1", "gguf"): "has factors in its weights",
