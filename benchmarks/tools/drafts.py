@@ -222,7 +222,7 @@ def run_engine(options: argparse.Namespace, folder: Path, head: Path, method: st
     lengths = [0] if method is None else [*range(1, options.length + 1), -1]
     for length in lengths:
         if llm.engine.speculator is not None:
-            longest = options.length if length < 0 else length  # what fixed lengths measured is forgotten
+            longest = options.length if length < 0 else length  # without the measurements of fixed lengths
             is_late = llm.engine.speculator.policy.is_late
             llm.engine.speculator.policy = DraftPolicy(longest, adaptive=length < 0, is_late=is_late)
         name = "plain" if method is None else f"{method} {'chosen' if length < 0 else length}"
