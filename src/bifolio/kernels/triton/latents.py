@@ -27,7 +27,7 @@ class LatentTile(NamedTuple):
 
 
 def latent_tile(rows: int, dtype: torch.dtype) -> LatentTile:
-    """For so many rows of queries or more, in the type of products."""
+    """Return the tile for this number of rows of queries or more, in the type of products."""
     if dtype == torch.float32:
         return LatentTile(MIN_ROWS, 16, 4, 1)
     rows = min(max(triton.next_power_of_2(rows), MIN_ROWS), MOST_ROWS)

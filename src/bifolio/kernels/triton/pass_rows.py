@@ -22,7 +22,7 @@ class PassRows:
     longest: int  # no query sees more positions
 
     def pieces(self, least: int, most_values: int) -> list[tuple[int, int, int]]:
-        """(first row, row after the last, most positions that one sees): parts of so many values at most.
+        """(first row, row after the last, most positions that one sees): parts of `most_values` values at most.
 
         Parts whose queries all see at most `least` positions are left out.
         """

@@ -98,7 +98,7 @@ class VerifySteps:
         self._lengths: list[int] = []  # numbers of drafts that are captured at the start
 
     def fits(self, count: int, width: int) -> bool:
-        """Whether a step has room for so many sequences with so many tokens each."""
+        """Whether a step has room for this number of sequences and of tokens of each."""
         width = next((length + 1 for length in self._lengths if length >= width - 1), width)
         return count <= self._most and self._size(count) * width <= MOST_ROWS and width <= MOST_DRAFTS + 1
 
