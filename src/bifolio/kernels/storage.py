@@ -380,7 +380,7 @@ def _put_bytes(arrays: Sequence[Array], indices: Sequence[int], data: np.ndarray
         part = data[:, start : start + math.prod(shape) * array.itemsize]
         start += part.shape[1]
         if isinstance(array, np.ndarray):
-            array.reshape(len(array), -1)[indices] = part.view(array.dtype)
+            array[indices] = part.view(array.dtype).reshape(len(indices), *shape)  # a view, split along its rows
         elif part.shape[1]:
             for index, own in zip(indices, part, strict=True):
                 array[index] = _import_torch().from_numpy(own.copy()).to(array.device).view(array.dtype).reshape(shape)
