@@ -229,3 +229,39 @@ def test_text_whose_predictability_changes(period: int, share: float) -> None:
 def test_steps_with_drafts_that_are_dearer_than_their_rows(chance: float, hidden: float) -> None:
     luck = np.random.default_rng(0).random(4000)
     assert speed(lambda n: bool(luck[n] < chance), 0.1, 0.05, hidden) > 0.98
+
+
+def speed_of_requests(chance: float, opening: float, costs: tuple[float, ...], *, is_behind: bool) -> float:
+    """Speed of 12 requests of 300 tokens, each of whose first steps with drafts takes `opening` more plain steps.
+
+    `costs`: plain steps of a step with so many drafts. `is_behind`: the drafter tells how long it reads the prompt.
+    """
+    policy, luck = DraftPolicy(len(costs) - 1), np.random.default_rng(1)
+    time, count = 0.0, 0
+    for _ in range(12):
+        position, has_read = 0, False
+        while position < 300:
+            offer = Offer(len(costs) - 1, 0, 0 if has_read or not is_behind else 100)
+            length = policy.choose(1, {0: offer}, 300 - position, opening / 100).get(0, 0)
+            right = 0
+            while right < length and luck.random() < chance:
+                right += 1
+            extra = opening if length and not has_read else 0.0
+            if length:
+                policy.observe(0, length, right)
+                policy.collected(1, 1, length, costs[length] + extra, right, extra if is_behind else 0.0)
+            else:
+                policy.collected_plain(1, costs[0])
+            has_read |= length > 0
+            time += costs[length] + extra
+            position += 1 + right
+            count += 1 + right
+    return count / time
+
+
+@pytest.mark.parametrize("opening", [0.5, 1.2, 3.0])
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_the_first_step_of_a_request_does_not_end_drafts_that_pay(opening: float, is_behind: bool) -> None:
+    """Costs of an EAGLE-3 head on a GPU; the head reads the prompt in the first step with drafts."""
+    assert speed_of_requests(0.6, opening, (1.0, 1.28, 1.35, 1.4), is_behind=is_behind) > 1.3
+    assert speed_of_requests(0.0, opening, (1.0, 1.28, 1.35, 1.4), is_behind=is_behind) > 0.98

@@ -32,7 +32,8 @@ from bifolio.kernels.interface import Array, AttentionPhase, PendingDrafts
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
-LATE_STATES = 64  # more are computed in a pass of their own, before the first draft
+LATE_STATES = 64  # of a sequence; more are computed in a pass of their own, before the first draft
+CAPTURED_STATES = 256  # of all sequences, in the first pass of drafts on a device, which is captured
 RECENT = 2  # launches of drafts whose tokens still lie in host memory
 
 
@@ -248,11 +249,13 @@ class HiddenDraft(Drafter):
 
     def _first_runs(self, items: Sequences[ScheduledSequence]) -> tuple[list[HeadRun], Array]:
         """The pass over all kept states, which gives the first drafts: its tokens, and the states."""
-        runs, states = [], []
+        runs, states, most = [], [], LATE_STATES
+        if self.runner.on_device is not None:
+            most = max(most, CAPTURED_STATES // len(items))
         for item in items:
             track = self._tracks[item.sequence.id]
             self._skip_shared(item, track)
-            if track.count > LATE_STATES:
+            if track.count > most:
                 self._compute(item, track, track.count - 1)
             start, count = track.start, track.count
             tokens = item.sequence.token_ids[start + 1 : start + 1 + count]

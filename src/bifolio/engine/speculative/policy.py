@@ -31,9 +31,10 @@ class _Mean:
     count: int = 0
 
     def add_time(self, seconds: float) -> None:
-        """Disturbances make a step longer, never shorter."""
+        """Disturbances make a step longer, never shorter; the first step of its kind is often disturbed."""
         change = seconds - self.value
-        self.value += change if not self.count else change * (0.5 if change < 0.0 else 0.2)
+        is_first = not self.count or (self.count == 1 and change < 0.0)
+        self.value += change if is_first else change * (0.5 if change < 0.0 else 0.2)
         self.count += 1
 
     def add_trial(self, is_right: bool) -> None:
@@ -164,7 +165,7 @@ class DraftPolicy:
     def _steps_to_trial(self, num_sequences: int, behind: float) -> int:
         """Steps until a trial of one token is due, and its loss affordable if the token is rejected."""
         size, cost = _rounded(num_sequences), self._unknown_cost
-        known = {key: mean.value for key, mean in self._costs.items() if key[0] == size and key[2]}
+        known = {key: self._cost(key) for key in self._costs if key[0] == size and key[2]}
         if any(cost < 1.0 + drafted * length / size for (_, drafted, length), cost in known.items()):
             cost = known.get((size, 1, 1), 1.0)
         elif known:
@@ -181,16 +182,22 @@ class DraftPolicy:
             tokens += likely * drafted / num_sequences
             if length not in (1, 2, self.longest):
                 continue
-            measured = self._costs.get((size, _rounded(drafted), length))
-            if measured is not None:
-                known, cost = length, measured.value
-            elif fewer := [self._costs[key].value for key in self._costs if key[0] == size and key[2] == length]:
+            key = size, _rounded(drafted), length
+            if key in self._costs:
+                cost = self._cost(key)
+                known = length if cost == self._costs[key].value else known
+            elif fewer := [self._cost(other) for other in self._costs if other[0] == size and other[2] == length]:
                 cost = max(fewer)  # drafts of other numbers of sequences
             expected = cost if known in (0, length) else 1.0 + (cost - 1.0) * length / known
             best = max(best, (tokens / expected, length))
             if known < length:
                 break
         return best
+
+    def _cost(self, key: tuple[int, int, int]) -> float:
+        """In plain steps. The first step alone shows no high cost: the drafter has read a prompt in it."""
+        measured = self._costs[key]
+        return measured.value if measured.count > 1 else min(measured.value, self._unknown_cost)
 
     def _acceptance(self, kind: int) -> Iterator[float]:
         """The chances of the places of a draft; until a place is measured, the one before it stands for it."""
