@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bifolio.cache.storage import CacheLayout, KVStorage
-from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product
+from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product, rows_product
 from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
 from bifolio.kernels.reference_attention import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
@@ -166,6 +166,57 @@ def check_product(rows: int, depth: int, extra: str, *, is_fp8: bool = False) ->
     if gated:
         expected = torch.nn.functional.silu(expected[:, :rows]) * expected[:, rows:]
     close(out, expected if residual is None else expected + residual, 2e-5)
+
+
+# -- products of a few rows --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("count", "outputs", "depth", "extra"),
+    [
+        (4, 64, 512, "norm"), (2, 24, 256, "gated"), (3, 40, 8704, "residual"), (8, 32, 768, "norm"), (5, 48, 1536, "bias"),
+        pytest.param(8, 64, 8704, "gated", marks=pytest.mark.slow),
+        pytest.param(4, 96, 4096, "gated", marks=pytest.mark.slow),
+        pytest.param(7, 136, 1024, "residual", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_product_of_a_few_rows(count: int, outputs: int, depth: int, extra: str) -> None:
+    """Rows of x in f32 are exact up to four of them; two thread blocks share columns beyond 8192."""
+    check_rows(count, outputs, depth, extra)
+
+
+@pytest.mark.parametrize(("count", "outputs", "depth", "ring"), [(4, 176, 512, 17_500), (2, 120, 8704, 70_000)])
+def test_a_ring_of_few_rows_that_is_filled_again(
+    count: int, outputs: int, depth: int, ring: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_product, "RING_BYTES", ring)
+    rows_product.plan_of.cache_clear()
+    try:
+        plan = rows_product.plan_of(outputs, depth, count, num_processors=PROCESSORS)
+        assert plan is not None
+        pieces = -(-plan.units // (plan.grid // plan.cluster)) * (depth // plan.cluster // plan.chunk)
+        assert pieces >= 3 * plan.stages
+        check_rows(count, outputs, depth, "residual")
+    finally:
+        rows_product.plan_of.cache_clear()
+
+
+def check_rows(count: int, outputs: int, depth: int, extra: str) -> None:
+    gated, has_norm = extra == "gated", extra in ("norm", "gated") and depth <= rows_product.MOST_SLICE
+    weight = normal(1, outputs * (2 if gated else 1), depth, scale=depth**-0.5)
+    norm = Norm(normal(3, depth), None, 1e-5) if has_norm else None
+    x = normal(2, count, depth, dtype=torch.float32 if has_norm else torch.bfloat16)
+    bias = normal(4, len(weight), dtype=torch.float32) if extra in ("bias", "gated") else None
+    residual = normal(5, count, outputs, dtype=torch.float32) if extra == "residual" else None
+    options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": PROCESSORS}
+    assert rows_product.can_multiply(x, weight, **options)
+    out = rows_product.rows_product(
+        x, weight, bias=bias, activation=0 if gated else -1, out_dtype=torch.float32, **options
+    )
+    expected = (x.float() if norm is None else REFERENCE.norm(x, norm)) @ weight.float().T
+    expected = expected if bias is None else expected + bias
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
+    exact = norm is None or count <= 4
+    close(out, expected if residual is None else expected + residual, 2e-5 if exact else 5e-3)
 
 
 @pytest.mark.parametrize(
