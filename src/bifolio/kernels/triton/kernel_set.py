@@ -64,7 +64,7 @@ from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
-from bifolio.kernels.triton.text_graphs import TextGraphs
+from bifolio.kernels.triton.step.texts import TextSteps
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -138,7 +138,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         is_encoder = bool(network.shapes) and all(shape.bidirectional for shape in network.shapes)
         if not is_encoder or network.split is None or (self.ranks is not None and self.ranks.size > 1):
             return None
-        return TextGraphs(self, network, network.split)
+        return TextSteps(self, network, network.split)
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
