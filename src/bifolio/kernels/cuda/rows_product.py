@@ -110,19 +110,20 @@ def rows_product(
     out = torch.empty((len(x), rows // 2 if activation >= 0 else rows), dtype=out_dtype, device=x.device)
     wide = torch.float32
     module = nvrtc.load_source(
-        SOURCES, torch.cuda.current_device(), ROWS=plan.rows, DEPTH=depth, SLICE=depth // plan.cluster, CHUNK=plan.chunk,
-        UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS, CLUSTER=plan.cluster, IS_NORMED=norm is not None,
-        IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, HAS_BIAS=bias is not None,
-        IS_BIAS_WIDE=bias is not None and bias.dtype == wide, HAS_RESIDUAL=residual is not None,
-        IS_RESIDUAL_WIDE=residual is not None and residual.dtype == wide, IS_OUT_WIDE=out_dtype == wide,
-        IS_FIRST=is_first,
+        SOURCES, torch.cuda.current_device(), ROWS=plan.rows, DEPTH=depth, SLICE=depth // plan.cluster,
+        CHUNK=plan.chunk, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS, CLUSTER=plan.cluster,
+        IS_NORMED=norm is not None, IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation,
+        HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
+        HAS_RESIDUAL=residual is not None, IS_RESIDUAL_WIDE=residual is not None and residual.dtype == wide,
+        IS_OUT_WIDE=out_dtype == wide, IS_FIRST=is_first,
     )  # fmt: skip
     module.function("rows_product").launch(
         (plan.grid,),
         (WARPS + 1) * 32,
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
-            x if residual is None else residual, out, out.shape[1], plan.units, len(x), 0.0 if norm is None else norm.eps,
+            x if residual is None else residual, out, out.shape[1], plan.units, len(x),
+            0.0 if norm is None else norm.eps,
         ),
         shared_bytes=plan.shared_bytes,
         pdl=True,
