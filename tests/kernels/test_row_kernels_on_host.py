@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -39,6 +39,7 @@ class HostModule:
     """Stands for a compiled module: the same source, run on the host."""
 
     folder: Path
+    late: ClassVar[list[tuple[int, int, int]]] = []  # (target, source, bytes) of copies made when the inputs are there
 
     def __init__(self, parts: tuple[str, ...], constants: dict[str, int]) -> None:
         self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
@@ -59,6 +60,8 @@ class HostModule:
         library = _compiled(self.source + call, self.folder)
         words = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
         sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
+        for target, source, count in self.late:
+            library.copy_late(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_uint64(count))
         library.run(sizes, block, words)
 
 
@@ -172,7 +175,8 @@ def check_product(rows: int, depth: int, extra: str, *, is_fp8: bool = False) ->
 @pytest.mark.parametrize(
     ("count", "outputs", "depth", "extra"),
     [
-        (4, 64, 512, "norm"), (2, 24, 256, "gated"), (3, 40, 8704, "residual"), (8, 32, 768, "norm"), (5, 48, 1536, "bias"),
+        (4, 64, 512, "norm"), (2, 24, 256, "gated"), (3, 40, 8704, "residual"), (8, 32, 768, "norm"),
+        (5, 48, 1536, "bias"),
         pytest.param(8, 64, 8704, "gated", marks=pytest.mark.slow),
         pytest.param(4, 96, 4096, "gated", marks=pytest.mark.slow),
         pytest.param(7, 136, 1024, "residual", marks=pytest.mark.slow),
@@ -300,6 +304,36 @@ def test_attention(
     for place, key, value in newest:
         close(keys[place // size, :, place % size], key.float(), 5e-3)
         torch.testing.assert_close(values[place // size, :, place % size], value)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_attention_of_a_sequence_with_drafts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the newest tokens appear when the inputs are there."""
+    size, length, dim = 16, 43, 64
+    shape = AttentionShape(0, 4, 2, dim, dim**-0.5)
+    storage = KVStorage(CacheLayout(1, 5, size, 2, dim, "bf16"), device="cpu", backend="torch")
+    table = torch.tensor([[3, 1, 4, 2]], dtype=torch.int32)
+    places = torch.arange(length)
+    places = table[0, places // size].long() * size + places % size
+    query, keys, values = normal(1, count, 4, dim), normal(2, length, 2, dim), normal(3, length, 2, dim)
+    storage.keys[0].fill_(float("nan")), storage.values[0].fill_(float("nan"))
+    storage.keys[0][places // size, :, places % size] = keys
+    storage.values[0][places // size, :, places % size] = values
+    lengths = torch.arange(length - count + 1, length + 1, dtype=torch.int32)
+    rows, late = torch.zeros(count, dtype=torch.int32), []
+    for own, stored in ((keys, storage.keys[0]), (values, storage.values[0])):
+        for number in range(length - count, length):
+            for head in range(2):
+                place = stored[int(places[number]) // size, head, int(places[number]) % size]
+                place.fill_(float("nan"))
+                late.append((place.data_ptr(), own[number, head].data_ptr(), 2 * dim))
+    monkeypatch.setattr(HostModule, "late", late)
+    out = row_attention.row_attention(query, shape, storage, table, rows, lengths, count)
+    expected = [
+        causal_attention(query[i : i + 1].float(), keys[:end].float(), values[:end].float(), shape.scale, None)
+        for i, end in enumerate(lengths.tolist())
+    ]
+    close(out, torch.cat(expected).reshape(count, -1), 8e-3)
 
 
 def _batch(count: int) -> Any:
