@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from bifolio.kernels.interface import Linear, Norm
 from bifolio.kernels.select import require_gpu
 
 BYTES_PER_SECOND = 4.8e12  # of an H200's memory, as its data sheet says
-RINGS = (111_000, 197_000)
+VARIANTS = ((65_536, 132_000), (65_536, 197_000), (33_000, 197_000), (17_000, 132_000))  # bytes of a copy, of a ring
 LAYERS = 12  # of a chain
 
 
@@ -55,11 +56,33 @@ def product_times(name: str, outputs: int, depth: int, rows: int, *, gated: bool
     own["num_processors"] = torch.cuda.get_device_properties(0).multi_processor_count
     inputs = x if norm is None else stream
     found["error"] = error_of(rows_product(inputs, weights[0], **own), inputs, weights[0], norm, residual, gated=gated)
-    for ring in RINGS:
-        found[f"rows {ring // 1000}"] = _microseconds(
-            [partial(rows_product, inputs, w, ring_bytes=ring, **own) for w in weights]
-        )
+    for variant in VARIANTS:
+        with chosen(variant):
+            found[name_of(variant)] = _microseconds([partial(rows_product, inputs, w, **own) for w in weights])
     return found
+
+
+@contextmanager
+def chosen(variant: tuple[int, int]) -> Iterator[None]:
+    """Let products of a few rows have copies and rings of these sizes; (0, 0): Triton's kernel multiplies instead."""
+    from bifolio.kernels.cuda import rows_product as module
+
+    own: Any = module
+    names = ("PLACE_BYTES", "RING_BYTES") if variant[0] else ("MOST_ROWS",)
+    kept = [getattr(own, name) for name in names]
+    for name, value in zip(names, variant if variant[0] else (1,), strict=True):
+        setattr(own, name, value)
+    own.plan_of.cache_clear()
+    try:
+        yield
+    finally:
+        for name, value in zip(names, kept, strict=True):
+            setattr(own, name, value)
+        own.plan_of.cache_clear()
+
+
+def name_of(variant: tuple[int, int]) -> str:
+    return f"rows {variant[0] // 1000} {variant[1] // 1000}" if variant[0] else "few_rows"
 
 
 def error_of(
@@ -79,7 +102,6 @@ def error_of(
 def chain_times(shape: str, rows: int) -> dict[str, Any]:
     """Microseconds of the products and norms of one layer in a chain of layers, for each kernel."""
     from bifolio.kernels.triton import TritonKernels
-    from bifolio.kernels.triton import products as ours
     from bifolio.kernels.triton.lazy_fusion import tensor
 
     config, kernels = SHAPES[shape], TritonKernels("cuda", "bf16")
@@ -101,14 +123,9 @@ def chain_times(shape: str, rows: int) -> dict[str, Any]:
             x, normed = kernels.add_norm(x, kernels.linear(attended, output), norm)
             x = kernels.add(x, kernels.linear(kernels.act_mul(kernels.linear(normed, up), "silu"), down))
 
-    modules: Any = ours
-    kept = modules.rows_product.MOST_ROWS, modules.rows_product.RING_BYTES
-    for ring in (0, *RINGS):
-        modules.rows_product.MOST_ROWS = kept[0] if ring else 1
-        modules.rows_product.RING_BYTES = ring or kept[1]
-        modules.rows_product.plan_of.cache_clear()
-        found[f"rows {ring // 1000}" if ring else "few_rows"] = round(_microseconds([chain]) / LAYERS, 1)
-    modules.rows_product.MOST_ROWS, modules.rows_product.RING_BYTES = kept
+    for variant in ((0, 0), *VARIANTS):
+        with chosen(variant):
+            found[name_of(variant)] = round(_microseconds([chain]) / LAYERS, 1)
     return found
 
 

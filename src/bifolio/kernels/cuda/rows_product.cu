@@ -20,7 +20,8 @@ constexpr bool IS_SPLIT = IS_NORMED && ROWS <= 4;     // x takes two columns
 constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;   // of a unit
 constexpr int CHUNKS = SLICE / CHUNK;
 constexpr int PARTS = CHUNK / (WARPS * 32);           // of a warp's columns of a chunk, 32 each
-constexpr int PITCH = CHUNK * 2 + 64;                 // fragments of two rows: all banks
+constexpr int PITCH = CHUNK * 2;                      // copies are fast to places of 128 bytes
+constexpr int COPIES = CHUNK < DEPTH ? UNIT : IS_GATED ? 2 : 1;  // of a chunk: whole rows follow each other
 constexpr int PLACE_BYTES = UNIT * PITCH;
 constexpr int THREADS = WARPS * 32;
 constexpr int SUMS = UNIT * ROWS;                     // of a unit
@@ -34,25 +35,20 @@ __device__ __forceinline__ float number_at(const void *source, bool is_wide, u64
     return is_wide ? ((const float *)source)[place] : number(((const u16 *)source)[place]);
 }
 
-struct Eight {
-    float v[8];
+__device__ __forceinline__ void widen(uint4 all, float (&v)[8]) {
+    v[0] = low(all.x), v[1] = high(all.x), v[2] = low(all.y), v[3] = high(all.y);
+    v[4] = low(all.z), v[5] = high(all.z), v[6] = low(all.w), v[7] = high(all.w);
+}
 
-    template <bool IS_WIDE> __device__ __forceinline__ void read(const void *source, u64 place) {
-        if (IS_WIDE) {
-            float4 first = *(const float4 *)((const float *)source + place), last = *(const float4 *)((const float *)source + place + 4);
-            v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
-            v[4] = last.x, v[5] = last.y, v[6] = last.z, v[7] = last.w;
-        } else {
-            uint4 all = *(const uint4 *)((const u16 *)source + place);
-            v[0] = low(all.x), v[1] = high(all.x), v[2] = low(all.y), v[3] = high(all.y);
-            v[4] = low(all.z), v[5] = high(all.z), v[6] = low(all.w), v[7] = high(all.w);
-        }
-    }
-};
+__device__ __forceinline__ void widen(float4 first, float4 last, float (&v)[8]) {
+    v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
+    v[4] = last.x, v[5] = last.y, v[6] = last.z, v[7] = last.w;
+}
 
 // The part of x of a lane: 8 columns of every 32 of its warp, of the row of x that its column of the right factor holds.
 struct Fragments {
-    uint4 x[CHUNKS][PARTS];
+    static constexpr int COUNT = CHUNKS * PARTS, BATCH = 8;  // loads of a batch are in flight together
+    uint4 x[COUNT];
 
     __device__ __forceinline__ static int column(int p) { return (p * WARPS + threadIdx.x / 32) * 32 + threadIdx.x % 4 * 8; }
 
@@ -66,27 +62,45 @@ struct Fragments {
         int place = threadIdx.x % 32 / 4;
         bool is_remainder = IS_SPLIT && place >= 4;
         int row = is_remainder ? place - 4 : place;
+        bool exists = row < num_rows;
+        u64 start = (u64)(exists ? row : 0) * DEPTH;
         float square = 0.0f;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
+        for (int first = 0; first < COUNT; first += BATCH) {
+            float4 wide[BATCH][2], wide_factors[IS_SCALE_WIDE ? BATCH : 1][2];
+            uint4 narrow[BATCH];  // x, or weights of the norm
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                x[c][p] = uint4{0, 0, 0, 0};
-                if (row >= num_rows) continue;
-                int own = slice * SLICE + c * CHUNK + column(p);
+            for (int i = 0; i < BATCH; ++i) {
+                if (first + i >= COUNT) continue;
+                int own = slice * SLICE + (first + i) / PARTS * CHUNK + column((first + i) % PARTS);
                 if (IS_NORMED) {
-                    Eight values, factors;
-                    values.read<true>(source, (u64)row * DEPTH + own), factors.read<IS_SCALE_WIDE>(scales, own);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) square = fmaf(values.v[i], values.v[i], square), values.v[i] *= factors.v[i];
-                    const float *v = values.v;
-                    x[c][p] = uint4{pair_of(v[0], v[1], is_remainder), pair_of(v[2], v[3], is_remainder),
-                                    pair_of(v[4], v[5], is_remainder), pair_of(v[6], v[7], is_remainder)};
+                    const float4 *from = (const float4 *)((const float *)source + start + own);
+                    wide[i][0] = from[0], wide[i][1] = from[1];
+                    const float4 *factors = (const float4 *)((const float *)scales + own);
+                    if (IS_SCALE_WIDE) wide_factors[i][0] = factors[0], wide_factors[i][1] = factors[1];
+                    else narrow[i] = *(const uint4 *)((const u16 *)scales + own);
                 } else {
-                    x[c][p] = *(const uint4 *)((const u16 *)source + (u64)row * DEPTH + own);
+                    narrow[i] = *(const uint4 *)((const u16 *)source + start + own);
                 }
             }
-        return square;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (first + i >= COUNT) continue;
+                uint4 found = narrow[i];
+                if (IS_NORMED) {
+                    float v[8], factors[8];
+                    widen(wide[i][0], wide[i][1], v);
+                    if (IS_SCALE_WIDE) widen(wide_factors[i][0], wide_factors[i][1], factors);
+                    else widen(narrow[i], factors);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) square = fmaf(v[j], v[j], square), v[j] *= factors[j];
+                    found = uint4{pair_of(v[0], v[1], is_remainder), pair_of(v[2], v[3], is_remainder),
+                                  pair_of(v[4], v[5], is_remainder), pair_of(v[6], v[7], is_remainder)};
+                }
+                x[first + i] = exists ? found : uint4{0, 0, 0, 0};
+            }
+        }
+        return exists ? square : 0.0f;
     }
 
     // Adds the products of chunk C of a unit, which lies at `place`.
@@ -98,8 +112,8 @@ struct Fragments {
             uint4 upper = shared_load(address), lower{0, 0, 0, 0};
             if (UNIT == 16) lower = shared_load(address + 8 * PITCH);
             u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
-            multiply_add(sums[p % 2 * 2], first, x[c][p].x, x[c][p].y);
-            multiply_add(sums[p % 2 * 2 + 1], second, x[c][p].z, x[c][p].w);
+            multiply_add(sums[p % 2 * 2], first, x[c * PARTS + p].x, x[c * PARTS + p].y);
+            multiply_add(sums[p % 2 * 2 + 1], second, x[c * PARTS + p].z, x[c * PARTS + p].w);
         }
     }
 
@@ -138,14 +152,15 @@ extern "C" __global__ void IN_GROUPS __launch_bounds__(THREADS + 32) rows_produc
     float *parts = squares + WARPS * 8;                                     // [2, SUMS, WARPS], of units in turns
     float *own = parts + 2 * SUMS * WARPS, *others = own + count * SUMS;       // [count, SUMS] of a group of two
 
-    // By all lanes of the last warp, which copies the rows of a unit apart.
+    // By all lanes of the last warp.
     auto fetch = [&](int i) {
         u32 place = ring + i % STAGES * PLACE_BYTES, barrier = full + i % STAGES * 8;
-        u64 row = (u64)(group + i / CHUNKS * groups) * OUTPUTS + (lane < OUTPUTS ? lane : outputs + lane - OUTPUTS);
+        int first = lane * (UNIT / COPIES);
+        u64 row = (u64)(group + i / CHUNKS * groups) * OUTPUTS + (first < OUTPUTS ? first : outputs + first - OUTPUTS);
         if (lane == 0) expect_bytes(barrier, UNIT * CHUNK * 2);
         __syncwarp();
         const u8 *source = weight + (row * DEPTH + slice * SLICE + i % CHUNKS * CHUNK) * 2;
-        if (lane < UNIT) copy_bulk(place + lane * PITCH, source, CHUNK * 2, barrier);
+        if (lane < COPIES) copy_bulk(place + first * PITCH, source, UNIT / COPIES * PITCH, barrier);
     };
     if (warp == WARPS) {
         if (lane == 0) {

@@ -16,7 +16,7 @@ FEW_ROWS = 4  # rows in f32 that take two columns each
 MOST_ROWS = 8  # columns of the right factor of the tensor cores
 STEP = WARPS * 32  # columns that the warps multiply at a time
 MOST_SLICE = 8192  # columns of a thread block: a lane holds its part of x in registers
-PLACE_BYTES = 33_000  # of the columns of a unit that arrive together, at most
+PLACE_BYTES = 65_536  # of the columns of a unit that arrive together, at most
 RING_BYTES = 197_000  # of weights in flight
 SHARED_BYTES = 227 * 1024  # that a thread block can have
 KNOWN = torch.float32, torch.bfloat16
@@ -37,14 +37,14 @@ class RowsPlan:
 
 
 @cache
-def plan_of(rows: int, depth: int, num_rows: int, *, num_processors: int, ring_bytes: int = 0) -> RowsPlan | None:
-    """The most even division of `rows` rows of the weight; None: this kernel cannot. `ring_bytes` 0: choose."""
+def plan_of(rows: int, depth: int, num_rows: int, *, num_processors: int) -> RowsPlan | None:
+    """The most even division of `rows` rows of the weight; None: this kernel cannot."""
     cluster = 1 if depth <= MOST_SLICE else 2
     if depth % (STEP * cluster) or depth > 2 * MOST_SLICE or not 1 < num_rows <= MOST_ROWS:
         return None
     groups, best, unit = num_processors // cluster, -1.0, 0
-    for size in (16, 8):
-        if rows % size:
+    for size in (16, 8):  # whole rows arrive in one copy
+        if rows % size or (size > 8 and 2 * size * depth > PLACE_BYTES):
             continue
         busy = rows // size / (-(-(rows // size) // groups) * groups)
         if busy > best + 0.01:
@@ -54,14 +54,14 @@ def plan_of(rows: int, depth: int, num_rows: int, *, num_processors: int, ring_b
     units, slice_size = rows // unit, depth // cluster
     chunk = max(
         size for size in range(STEP, slice_size + 1, STEP)
-        if slice_size % size == 0 and (size == STEP or unit * (2 * size + 64) <= PLACE_BYTES)
+        if slice_size % size == 0 and (size == STEP or unit * 2 * size <= PLACE_BYTES)
     )  # fmt: skip
     grid = min(units, groups) * cluster
-    count, place_bytes = -(-units // (grid // cluster)), unit * (2 * chunk + 64)
+    count, place_bytes = -(-units // (grid // cluster)), unit * 2 * chunk
     most = FEW_ROWS if num_rows <= FEW_ROWS else MOST_ROWS
     sums = unit * most * 4
     fixed_bytes = WARPS * 8 * 4 + 2 * sums * WARPS + (2 * count * sums if cluster > 1 else 0)
-    room = min(ring_bytes or RING_BYTES, SHARED_BYTES - fixed_bytes)
+    room = min(RING_BYTES, SHARED_BYTES - fixed_bytes)
     stages = min(room // (place_bytes + 16), count * (slice_size // chunk))
     if stages < 1:
         return None
@@ -100,11 +100,10 @@ def rows_product(
     out_dtype: torch.dtype,
     num_processors: int,
     is_first: bool = False,  # of a pass
-    ring_bytes: int = 0,  # of weights in flight; 0: choose
 ) -> torch.Tensor:
     """[rows of x, outputs]"""
     rows, depth = weight.shape
-    plan = plan_of(rows, depth, len(x), num_processors=num_processors, ring_bytes=ring_bytes)
+    plan = plan_of(rows, depth, len(x), num_processors=num_processors)
     if plan is None:
         raise ValueError(f"no plan for {len(x)} rows and a weight of {rows}x{depth}: ask `can_multiply` first")
     out = torch.empty((len(x), rows // 2 if activation >= 0 else rows), dtype=out_dtype, device=x.device)
