@@ -97,6 +97,11 @@ class StandInDrafts:
         hidden = self._network.from_target(self._kernels, batch, self._storage)
         return self._chain(np.asarray(hidden)[batch.logit_rows], tables, slots, positions, entries, length)
 
+    def read(self, batch: Batch, tables: np.ndarray, slots: np.ndarray) -> bool:
+        self._slots.calls["read"] += 1
+        self._network.from_target(self._kernels, batch, self._storage)
+        return True
+
     def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> Drafted:
         self._slots.calls["follow"] += 1
         verified, tables = self._slots.verified, np.pad(tables, ((0, 0), (0, self._slots.max_blocks - tables.shape[1])))

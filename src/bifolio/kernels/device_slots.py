@@ -82,6 +82,10 @@ class DraftSlots(Protocol):
         """
         ...
 
+    def read(self, batch: Batch, tables: np.ndarray, slots: np.ndarray) -> bool:
+        """Write the head's entries of tokens (as for `draft`) without drafting; False: the step is not captured."""
+        ...
+
     def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> PendingDrafts:
         """Draft `length` tokens after those that the last `DeviceSlots.verify`, of the same slots, accepts.
 

@@ -156,8 +156,9 @@ class DraftPolicy:
             return WARM + 1 - plain.count
         if self.measures_plain:
             return max(WARM + 1 - self._num_plain, 1)
-        if self.balance < 0.0:
-            return _steps_to_earn(-self.balance)
+        entry = self._entry(_rounded(num_sequences))
+        if self.balance < entry:
+            return _steps_to_earn(entry - self.balance)
         kinds = {kind for kind, _ in self._chances} or {0}
         gain = max(self._best(num_sequences, num_sequences, kind)[0] for kind in kinds)
         return 0 if gain > 1.0 + 2 * SHARE else self._steps_to_trial(num_sequences, 0.0)
@@ -170,7 +171,7 @@ class DraftPolicy:
             cost = known.get((size, 1, 1), 1.0)
         elif known:
             cost = CREDIT  # no length can pay
-        loss = min(cost - 1.0 + behind, CREDIT)
+        loss = min(cost - 1.0 + behind + self._entry(size), CREDIT)
         return max(EVERY // 2 - self._idle, _steps_to_earn(loss - self.balance), 0)
 
     def _best(self, num_sequences: int, drafted: int, kind: int) -> tuple[float, int]:
@@ -193,6 +194,11 @@ class DraftPolicy:
             if known < length:
                 break
         return best
+
+    def _entry(self, size: int) -> float:
+        """Loss of the step that returns the hidden states before the first drafts, in plain steps."""
+        known = (size, 0, 0) in self._costs and self._num_plain > 0  # else the last step has returned them
+        return max(self._cost((size, 0, 0)) - 1.0, 0.0) if known else 0.0
 
     def _cost(self, key: tuple[int, int, int]) -> float:
         """In plain steps. The first step alone shows no high cost: the drafter has read a prompt in it."""

@@ -156,6 +156,11 @@ class HeadSteps:
         chain.launch()
         return chain.drafts(count)
 
+    def read(self, batch: Batch, tables: np.ndarray, slots: np.ndarray) -> bool:
+        """Write the head's entries of tokens without drafting; False if there are too many."""
+        self._set_tables(slots, tables)
+        return self._passes.hidden_rows(batch, slots) is not None
+
     def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> PendingDrafts:
         """Draft `length` tokens after those that the last verification accepts, which has these slots (i32[n]).
 
