@@ -146,6 +146,21 @@ def test_a_ring_that_is_filled_again_and_again(
         row_product.plan_of.cache_clear()
 
 
+@pytest.mark.parametrize(("depth", "dtype"), [(136, torch.float32), (136, torch.bfloat16), (96, torch.float32)])
+def test_a_stream_and_a_residual_in_bf16(depth: int, dtype: torch.dtype) -> None:
+    """As those of draft heads; tensor cores, for a depth of 96, take a stream in f32."""
+    weight, x, norm = (
+        normal(1, 40, depth, scale=depth**-0.5),
+        normal(2, 1, depth, dtype=dtype),
+        Norm(normal(3, depth), None, 1e-5),
+    )
+    residual = normal(5, 1, 40)
+    options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": PROCESSORS}
+    assert row_product.can_multiply(x, weight, gated=False, **options)
+    out = row_product.row_product(x, weight, bias=None, activation=-1, out_dtype=torch.float32, **options)
+    close(out, REFERENCE.norm(x.float(), norm) @ weight.float().T + residual.float(), 2e-5)
+
+
 def check_product(rows: int, depth: int, extra: str, *, is_fp8: bool = False) -> None:
     gated = extra == "gated"
     weight, stream = (

@@ -222,7 +222,8 @@ def test_operands_that_the_product_does_not_know(recorder: Recorder) -> None:
     assert not can(x=x.half())
     assert not can(x=x.to(torch.bfloat16))  # a norm of a stream that is not f32
     assert can(x=x.to(torch.bfloat16), norm=None)
-    assert not can(residual=x.to(torch.bfloat16))
+    assert can(residual=x.to(torch.bfloat16))
+    assert not can(residual=x.half())
 
 
 def test_the_launches_of_experts(recorder: Recorder) -> None:

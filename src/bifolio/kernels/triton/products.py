@@ -107,6 +107,8 @@ class Products:
         if product.rows > rows_product.MOST_ROWS or group not in (0, values.shape[1]):
             return None
         (x, norm), is_one = _operand(product), product.rows == 1
+        if norm is not None and not is_one and x.dtype != torch.float32:
+            x, norm = tensor(product.x), None
         own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": self._num_processors}
         if is_one and not row_product.can_multiply(x, values, gated=activation is not None, **own):
             return None
