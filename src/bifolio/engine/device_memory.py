@@ -17,6 +17,7 @@ from bifolio.cache.states import EMPTY_STATE
 from bifolio.cache.table_states import StatePass
 from bifolio.config import CacheConfig, EngineConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.expert_placement import idle_host
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.images import CACHE_BYTES
@@ -59,10 +60,11 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        if model.config.language_head:
-            run_and_draw(runner, config, cache)
-        else:
-            pool_states(runner, config, cache)
+        with idle_host(kernels):
+            if model.config.language_head:
+                run_and_draw(runner, config, cache)
+            else:
+                pool_states(runner, config, cache)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

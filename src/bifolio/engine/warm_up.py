@@ -13,6 +13,7 @@ import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.executor import Pass
+from bifolio.engine.expert_placement import idle_host
 from bifolio.pooling_params import PoolingParams
 from bifolio.sampling_params import SamplingParams
 
@@ -42,10 +43,11 @@ def warm_up(engine: InferenceEngine) -> None:
     tiers = engine.tiers
     if tiers is not None:
         tiers.detach(engine)
-    if engine.model.config.language_head:
-        _generate(engine)
-    else:
-        _compute_vectors(engine)
+    with idle_host(engine.runner.kernels):
+        if engine.model.config.language_head:
+            _generate(engine)
+        else:
+            _compute_vectors(engine)
     engine.blocks.drop_cached()
     engine.reset_stats()
     if tiers is not None:

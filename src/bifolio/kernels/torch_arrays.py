@@ -52,6 +52,7 @@ class TorchArrays:
     ranks: Ranks | None = None
     arena: SleepMemory | None = None
     has_host_experts = False  # some experts are in the memory of the host
+    host_turn: Any = None  # HostTurn of those experts, where a stream can call the kernels of the host
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
         if dtype not in DTYPES:

@@ -142,8 +142,8 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
-        if self.has_host_experts:
-            return None  # a captured step cannot wait for experts on the host
+        if self.has_host_experts and self.host_turn is None:
+            return None  # a captured step cannot wait for kernels in Python
         if any(shape.has_entries for shape in network.shapes):
             return None  # the host finds entries
         self.tabulate(network.rotations, sizes.max_model_len)
