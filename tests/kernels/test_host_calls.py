@@ -85,7 +85,12 @@ def test_an_idle_host_answers_with_zeros() -> None:
 
 @pytest.mark.parametrize(
     ("width", "outputs", "problem"),
-    [(D, D, "inputs is"), (D + 1, D, "inputs is"), (D + 2 * COUNT + 2, D, "the number of experts"), (D + 2, D - 1, "outputs")],
+    [
+        (D, D, "inputs is"),
+        (D + 1, D, "inputs is"),
+        (D + 2 * COUNT + 2, D, "the number of experts"),
+        (D + 2, D - 1, "outputs"),
+    ],
 )
 def test_wrong_shapes_are_refused(width: int, outputs: int, problem: str) -> None:
     kernels = NativeKernels(threads=1)

@@ -21,7 +21,7 @@ from bifolio.kernels.interface import AdapterUse, Experts, KernelSet, Routing
 from bifolio.kernels.torch_arrays import TorchArrays
 
 OF_EXPERTS = "adapters of experts do not go with cpu_experts: leave one of them out, or merge the adapter"
-MOST_CALLED = 256  # rows that the stream hands over; the host waits for more, which are of prompts
+MOST_CALLED = 256  # rows that the stream hands over, or those of all slots; the host waits for more, of prompts
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class HostTurn:
     """The memory that all layers of a device share, since its stream runs them one after another."""
 
     room: Any  # native.HostRoom
+    most: int = MOST_CALLED
     rows: list[HostRows] = field(default_factory=list)  # captured steps keep the smaller ones
 
     @contextmanager
@@ -61,7 +62,7 @@ class HostTurn:
         fitting = (own for own in self.rows if own.sent.shape[1] == width + 2 * choices and len(own.sent) >= count)
         found = next(fitting, None)
         if found is None:
-            found = HostRows.new(max(count, MOST_CALLED), width, choices)
+            found = HostRows.new(max(count, self.most), width, choices)
             self.rows.append(found)
         return found
 
@@ -88,7 +89,7 @@ class HostExperts:
         if adapters is not None and adapters.changes_experts(site):
             raise ConfigError(OF_EXPERTS)
         turn = self._device.host_turn
-        if turn is not None and x.is_cuda and self._is_called(len(x)):
+        if turn is not None and x.is_cuda and 0 < len(x) <= turn.most:
             return self._called(x, routing, turn)
         if turn is not None and turn.room.is_idle:
             return torch.zeros_like(x, dtype=torch.float32)
@@ -97,10 +98,6 @@ class HostExperts:
         on_host = Routing(np.ascontiguousarray(chosen, np.int32), weights, routing.shared)
         mixed: torch.Tensor = self._device.from_host(self._host.mix_experts(rows, on_host, self._experts))
         return mixed
-
-    def _is_called(self, count: int) -> bool:
-        """A captured step cannot wait for the host."""
-        return 0 < count <= MOST_CALLED or torch.cuda.is_current_stream_capturing()
 
     def _called(self, x: torch.Tensor, routing: Routing, turn: HostTurn) -> torch.Tensor:
         from bifolio.kernels.cuda.host_call import launch_host_call
@@ -127,7 +124,8 @@ class _DeviceAddress:
     def __init__(self, pinned: torch.Tensor) -> None:
         self._pinned = pinned
         self.__cuda_array_interface__ = {
-            "shape": tuple(pinned.shape), "typestr": "<f4", "data": (pinned.data_ptr(), False), "strides": None, "version": 2,
+            "shape": tuple(pinned.shape), "typestr": "<f4", "data": (pinned.data_ptr(), False), "strides": None,
+            "version": 2,
         }  # fmt: skip
 
 
