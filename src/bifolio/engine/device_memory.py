@@ -17,7 +17,6 @@ from bifolio.cache.states import EMPTY_STATE
 from bifolio.cache.table_states import StatePass
 from bifolio.config import CacheConfig, EngineConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
-from bifolio.engine.expert_placement import idle_host
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.images import CACHE_BYTES
@@ -60,7 +59,7 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        with idle_host(kernels):
+        with kernels.on_padding():
             if model.config.language_head:
                 run_and_draw(runner, config, cache)
             else:

@@ -11,9 +11,7 @@ Routers, shared experts and everything else stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 from bifolio.cache.storage import CacheLayout
 from bifolio.config import EngineConfig
@@ -91,12 +89,6 @@ def host_experts(weights: ModelWeights) -> tuple[int, int]:
     """The number of layers whose experts are on the host, and their bytes there."""
     found = _of_host(weights)
     return len(found), sum(converted_bytes(matrix, CPU_FORMATS) for experts in found for matrix in experts.matrices())
-
-
-def idle_host(kernels: KernelSet) -> AbstractContextManager[None]:
-    """Steps on padding do not compute experts of the host."""
-    turn: Any = getattr(kernels, "host_turn", None)
-    return nullcontext() if turn is None else turn.idle()
 
 
 def _of_host(weights: ModelWeights) -> list[Experts]:

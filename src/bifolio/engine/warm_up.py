@@ -13,7 +13,6 @@ import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.executor import Pass
-from bifolio.engine.expert_placement import idle_host
 from bifolio.pooling_params import PoolingParams
 from bifolio.sampling_params import SamplingParams
 
@@ -43,7 +42,7 @@ def warm_up(engine: InferenceEngine) -> None:
     tiers = engine.tiers
     if tiers is not None:
         tiers.detach(engine)
-    with idle_host(engine.runner.kernels):
+    with engine.runner.kernels.on_padding():
         if engine.model.config.language_head:
             _generate(engine)
         else:

@@ -2,7 +2,7 @@
 
 The rows of a pass and their routing are written to the host, and the sum of the experts is copied back. The CPU's
 kernels take the formats of files as they are, so a mixture needs the device's memory for its other weights alone. On a
-GPU the stream itself calls these kernels between two of its own (`native.ExpertCall`), without Python: such a pass is
+GPU the stream itself calls these kernels between two of its own (`ExpertCalls`), without Python: such a pass is
 captured as any other.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import AdapterUse, Experts, KernelSet, Routing
+from bifolio.kernels.interface import AdapterUse, ExpertCalls, Experts, KernelSet, Routing
 from bifolio.kernels.torch_arrays import TorchArrays
 
 OF_EXPERTS = "adapters of experts do not go with cpu_experts: leave one of them out, or merge the adapter"
@@ -43,7 +43,8 @@ class HostRows:
 class HostTurn:
     """The memory that all layers of a device share, since its stream runs them one after another."""
 
-    room: Any  # native.HostRoom
+    calls: ExpertCalls
+    room: Any  # of the calls
     most: int = MOST_CALLED
     rows: list[HostRows] = field(default_factory=list)  # captured steps keep the smaller ones
 
@@ -74,10 +75,10 @@ class HostExperts:
         self._host: KernelSet = experts.host
         self._experts = self._host.prepare_experts(experts)
         self._device = device
-        self._native: Any = getattr(self._host, "native", None)  # None: kernels in Python, which no stream can call
-        self._calls: dict[int, tuple[HostRows, Any]] = {}  # of each number of rows: native.ExpertCall
-        if self._native is not None and device.host_turn is None:
-            device.host_turn = HostTurn(self._native.HostRoom())
+        calls = self._host.expert_calls()  # None: kernels in Python, which no stream can call
+        self._calls: dict[int, tuple[HostRows, Any]] = {}  # of each number of rows
+        if calls is not None and device.host_turn is None:
+            device.host_turn = HostTurn(calls, calls.new_room())
 
     @classmethod
     def prepared(cls, experts: Experts, device: TorchArrays) -> Experts:
@@ -114,8 +115,7 @@ class HostExperts:
 
     def _new_call(self, count: int, rows: HostRows, turn: HostTurn) -> Any:
         sent, mixed = rows.sent[:count].numpy(), rows.mixed[:count].numpy()
-        pool = self._host.pool  # type: ignore[attr-defined]
-        return self._native.ExpertCall(self._experts.prepared, turn.room, sent, mixed, pool)
+        return turn.calls.new_call(self._experts, turn.room, sent, mixed)
 
 
 class _DeviceAddress:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,8 +162,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         if experts.host is not None:
             prepared = HostExperts.prepared(experts, self)
             if self.host_turn is not None and self.is_cuda and not self.deterministic:
-                host: Any = experts.host
-                rate = partial(host.native.product_rate, True, host.pool)
+                rate = self.host_turn.calls.product_rate
                 self._expert_stream = self._expert_stream or ExpertStream(self.device, rate)
                 self._expert_stream.add(experts)
             return prepared
