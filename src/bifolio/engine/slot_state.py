@@ -193,13 +193,16 @@ class SlotState:
         filled = self.device.fill_tokens(staged.token_ids, slots)
         return replace(staged, token_ids=filled)
 
-    def verifies_on_device(self, plan: StepPlan) -> bool:
-        """Whether the drafts of a plan are verified and accepted by one launch on the device (`verify`)."""
-        if self.device is None or plan.prefills or plan.is_uniform or self._blocks.has_states:
+    def verifies_on_device(self, plan: StepPlan, *, has_drafts: bool = True) -> bool:
+        """Whether the drafts of a plan are verified and accepted by one launch on the device (`verify`).
+
+        Without drafts the launch is a decode step that returns hidden states.
+        """
+        if self.device is None or plan.prefills or not plan.decodes or self._blocks.has_states:
             return False
-        most = max((item.num_new for item in plan.decodes), default=1) - 1
+        most = max(item.num_new for item in plan.decodes) - 1
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
-        if not most or not self.draws_drafts(slots) or not self.device.can_verify(slots, most):
+        if bool(most) != has_drafts or not self.draws_drafts(slots) or not self.device.can_verify(slots, most):
             return False
         return all(_awaits_one_token(item) for item in plan.decodes)
 
@@ -212,7 +215,7 @@ class SlotState:
         drafts = np.full((len(slots), max(len(item.drafts) for item in plan.decodes)), NO_DRAFT, dtype=np.int32)
         for row, item in zip(drafts, plan.decodes, strict=True):
             row[: len(item.drafts)] = item.drafts
-        pending = self.device.verify(slots, drafts)
+        pending = self.device.verify(slots, drafts, np.array([item.start for item in plan.decodes]))
         owners = np.repeat(slots, [item.num_new for item in plan.decodes])
         unknown, excluding = SampledTokens.unknown(len(owners)), self.table.is_edited[owners]
         return Draws(unknown, np.arange(len(owners)), self.table.num_logprobs[owners], excluding, pending)

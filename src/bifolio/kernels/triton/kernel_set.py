@@ -12,6 +12,7 @@ import triton
 
 from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
+from bifolio.kernels.cuda.rows_product import MOST_ROWS
 from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     Adapter,
@@ -64,7 +65,7 @@ from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
-from bifolio.kernels.triton.text_graphs import TextGraphs
+from bifolio.kernels.triton.step.texts import TextSteps
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -139,7 +140,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         is_encoder = bool(network.shapes) and all(shape.bidirectional for shape in network.shapes)
         if not is_encoder or network.split is None or (self.ranks is not None and self.ranks.size > 1):
             return None
-        return TextGraphs(self, network, network.split)
+        return TextSteps(self, network, network.split)
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
@@ -299,7 +300,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             experts = replace(experts, prepared=stacks)
         if adapters is not None and adapters.changes_experts(experts.site):
             raise ConfigError(OF_EXPERTS)
-        is_deferred = isinstance(x, Normed) and x.value is None
+        is_deferred = isinstance(x, Normed) and x.value is None and x.rows == 1
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 
         def compute(residual: torch.Tensor | None) -> torch.Tensor:
@@ -377,8 +378,10 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
 
     # -- details ------------------------------------------------------------------------------------------------------
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
-        """Whether the following product computes the norm: for one row and a plain RMS norm."""
-        return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
+        """Whether the following product may compute the norm: for a few rows and a plain RMS norm."""
+        if norm.centered or norm.bias is not None or self.deterministic or x.dim() != 2:
+            return False
+        return x.shape[0] == 1 or (self.device.startswith("cuda") and 1 < x.shape[0] <= MOST_ROWS)
 
     def _plain_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self._norm_rows(x, norm)[1]

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda.row_product import can_multiply, row_product
-from bifolio.kernels.interface import Array, Linear
-from bifolio.kernels.triton import fp8, fp8_rows, norm, quantised
+from bifolio.kernels.cuda import row_product, rows_product
+from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.kernels.triton import fp8, fp8_rows, quantised
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.norm import ACTIVATIONS, act_mul
 from bifolio.kernels.triton.quantised import PackedWeights, QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described
 
@@ -82,28 +83,41 @@ class Products:
         is_packed = isinstance(weight, QuantisedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
+        if self._num_processors and not is_packed and not self._deterministic:
+            found = self._multiply_early(product, weight, bias, activation, residual, out_dtype)
+            if found is not None:
+                return found
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
-        if isinstance(product.x, Normed) and product.x.value is None:
-            x, options["norm"] = product.x.x, product.x.norm
-        else:
-            x = tensor(product.x)
-        if is_packed:
-            return quantised.one_row(x, weight, **options)
+        x, options["norm"] = _operand(product)
+        return quantised.one_row(x, weight, **options) if is_packed else one_row(x, weight, **options)
+
+    def _multiply_early(
+        self,
+        product: Product,
+        weight: torch.Tensor | Fp8Weight,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        residual: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Multiply up to 8 rows by a kernel whose weights arrive while earlier ones run; None: it cannot."""
         values, scales, group = fp8.parts_of(weight)
-        if self._num_processors and group in (0, values.shape[1]):
-            own: dict[str, Any] = {
-                "norm": options.get("norm"), "residual": residual, "num_processors": self._num_processors,
-            }  # fmt: skip
-            if can_multiply(x, values, gated=activation is not None, **own):
-                kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
-                is_first, self.begins_pass = self.begins_pass, False
-                return row_product(
-                    x, values, row_scales=scales if group else None, bias=bias, activation=kind, out_dtype=out_dtype,
-                    is_first=is_first, **own,
-                )  # fmt: skip
-        return one_row(x, weight, **options)
+        if product.rows > rows_product.MOST_ROWS or group not in (0, values.shape[1]):
+            return None
+        (x, norm), is_one = _operand(product), product.rows == 1
+        own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": self._num_processors}
+        if is_one and not row_product.can_multiply(x, values, gated=activation is not None, **own):
+            return None
+        if not is_one and (group or not rows_product.can_multiply(x, values, **own)):
+            return None
+        own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+        own["is_first"], self.begins_pass = self.begins_pass, False
+        if is_one:
+            row_scales = scales if group else None
+            return row_product.row_product(x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, **own)
+        return rows_product.rows_product(x, values, bias=bias, out_dtype=out_dtype, **own)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
         """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
@@ -113,7 +127,7 @@ class Products:
         y = self._weights.linear(x, product.linear)
         if residual is not None:
             return Sum(residual, y)
-        return y if activation is None else norm.act_mul(y, activation)
+        return y if activation is None else act_mul(y, activation)
 
     def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
@@ -121,3 +135,10 @@ class Products:
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
             return self._weights.linear(x, linear).float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def _operand(product: Product) -> tuple[torch.Tensor, Norm | None]:
+    """The rows that are multiplied, and the norm that the product computes."""
+    if isinstance(product.x, Normed) and product.x.value is None:
+        return product.x.x, product.x.norm
+    return tensor(product.x), None
