@@ -9,6 +9,7 @@ import torch
 from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear
 from bifolio.kernels.triton import fp8, fp8_rows, norm, quantised
+from bifolio.kernels.triton.adapter_changes import Change
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import few_rows
@@ -52,6 +53,28 @@ class Products:
             return self._multiply(product, None, None, torch.float32)
         return tensor(product.compute(product, None, None))
 
+    def adds_changes(self, product: Product, is_divided: bool) -> bool:
+        """Whether the kernel of a product adds the changes of adapters to its sums itself.
+
+        `is_divided`: each tile of its columns belongs to one part. Never in deterministic mode: there the order of the
+        sums of a row may not depend on the adapters of other rows.
+        """
+        weight = product.linear.prepared[0] if product.linear.prepared is not None else None
+        return (
+            is_divided
+            and product.compute == self._multiply
+            and not self._deterministic
+            and product.rows > 1
+            and isinstance(weight, torch.Tensor | Fp8Weight)
+            and not (isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype))
+        )
+
+    def changed(
+        self, product: Product, change: Change, activation: str | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A product with the changes of adapters, whose thin values were launched just before."""
+        return self._multiply(product, activation, residual, change=change)
+
     def _is_ours(self, rows: int, linear: Linear) -> bool:
         """Whether our own kernels multiply, with the operations before and after fused in.
 
@@ -75,6 +98,7 @@ class Products:
         activation: str | None,
         residual: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        change: Change | None = None,
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
@@ -82,6 +106,8 @@ class Products:
         is_packed = isinstance(weight, QuantisedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
+        if change is not None:
+            return few_rows(tensor(product.x), weight, change=change, **options)
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)

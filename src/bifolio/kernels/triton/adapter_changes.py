@@ -1,0 +1,179 @@
+# mypy: disallow-untyped-decorators=False
+"""The changes of adapters, added by the kernel of the product that they change.
+
+    y[row] += thin[row] @ up.T + bias        `thin` is x @ down.T (`adapters.shrink`), launched just before the product
+
+The product multiplies meanwhile, and waits for `thin` behind its own sums. The `up` matrices of the adapters of a batch
+lie side by side as pieces of `RANKS` columns; a row has zeros in the columns of other adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+RANKS = 16  # columns of a piece; ranks are padded to multiples of it
+PIECES = 8  # multiplied at once
+MOST_PARTS = 16  # of a product
+NO_BIAS = -(1 << 62)  # place of a missing bias; a place in front of `base` is negative
+ABSENT = tl.constexpr(NO_BIAS)
+PIECE = tl.constexpr(RANKS)
+PARTS = tl.constexpr(MOST_PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a product adds to its sums, in a kernel that is launched behind `shrink`."""
+
+    thin: torch.Tensor  # [parts, rows, width]
+    base: torch.Tensor  # as those of `adapters.GroupedRows`
+    table: torch.Tensor
+    groups: torch.Tensor
+    members: torch.Tensor
+    starts: torch.Tensor  # i32[MOST_PARTS]  first column of each part
+    first_entry: int
+
+
+def arguments(change: Change | None, unused: torch.Tensor) -> dict[str, torch.Tensor | int]:
+    """Of a kernel that adds changes, or none."""
+    names = "thin", "base", "table", "groups", "members", "starts"
+    if change is None:
+        return {**dict.fromkeys(names, unused), "first_entry": 0, "num_entries": 0, "WIDTH": 0}
+    return {
+        **{name: getattr(change, name) for name in names}, "first_entry": change.first_entry,
+        "num_entries": change.table.shape[1], "WIDTH": change.thin.shape[2],
+    }  # fmt: skip
+
+
+@triton.jit
+def places(table: tl.tensor, adapter: tl.tensor, entry: tl.tensor, num_entries: tl.tensor) -> tl.tensor:
+    """(place of `up`, place of the bias, rank) of a part; of several adapters, too."""
+    has_adapter = adapter >= 0
+    found = table + (tl.maximum(adapter, 0).to(tl.int64) * num_entries + entry) * 4
+    up = tl.multiple_of(tl.load(found + 1, mask=has_adapter, other=0), 16)
+    bias = tl.load(found + 2, mask=has_adapter, other=ABSENT)
+    return up, bias, tl.multiple_of(tl.load(found + 3, mask=has_adapter, other=0), 16)
+
+
+@triton.jit
+def part_at(starts: tl.tensor, column: tl.tensor) -> tl.tensor:
+    """(part of a product that has this column, its first column)"""
+    start = tl.load(starts + tl.arange(0, PARTS))
+    begun = start <= column
+    return tl.sum(begun.to(tl.int32), axis=0) - 1, tl.max(tl.where(begun, start, 0), axis=0)
+
+
+@triton.jit
+def pieces_at(
+    table: tl.tensor,
+    groups: tl.tensor,
+    num_groups: tl.tensor,
+    entry: tl.tensor,
+    num_entries: tl.tensor,
+    first: tl.tensor,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> tl.tensor:
+    """Of the pieces from `first` on: (group, place of `up`, rank of the adapter), each [pieces], and [pieces, RANKS]:
+    the ranks in it, and whether the adapter has them."""
+    piece = first + tl.arange(0, PIECES)
+    group = piece // (WIDTH // PIECE)
+    adapter = tl.load(groups + group, mask=group < num_groups, other=-1)
+    up, _, own_rank = places(table, adapter, entry, num_entries)
+    rank = (piece % (WIDTH // PIECE) * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    return group, up, own_rank, rank, rank < own_rank[:, None]
+
+
+@triton.jit
+def up_tile(
+    base: tl.tensor,
+    up: tl.tensor,
+    own_rank: tl.tensor,
+    rank: tl.tensor,
+    exists: tl.tensor,
+    output: tl.tensor,  # i32[outputs]  in the part
+    output_exists: tl.tensor,
+) -> tl.tensor:
+    """[outputs, pieces * RANKS]"""
+    source = base + up[None, :, None] + output.to(tl.int64)[:, None, None] * own_rank[None, :, None] + rank[None]
+    weights = tl.load(source, mask=output_exists[:, None, None] & exists[None], other=0.0)
+    return tl.reshape(weights, [output.shape[0], rank.shape[0] * PIECE])
+
+
+@triton.jit
+def thin_tile(
+    thin: tl.tensor,  # pointers [rows, 1, 1]
+    member: tl.tensor,  # i32[rows]
+    group: tl.tensor,
+    rank: tl.tensor,
+    exists: tl.tensor,
+) -> tl.tensor:
+    """[rows, pieces * RANKS]: zeros in the pieces of other adapters."""
+    is_own = member[:, None] == group[None, :]
+    values = tl.load(thin + rank[None], mask=is_own[:, :, None] & exists[None], other=0.0)
+    return tl.reshape(values, [member.shape[0], rank.shape[0] * PIECE])
+
+
+@triton.jit
+def first_up_tile(
+    base: tl.tensor,
+    table: tl.tensor,
+    groups: tl.tensor,
+    entry: tl.tensor,
+    num_entries: tl.tensor,
+    output: tl.tensor,
+    output_exists: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> tl.tensor:
+    """[outputs, pieces * RANKS]: `up` of the first pieces, which depends on no earlier kernel."""
+    _, up, own_rank, rank, exists = pieces_at(
+        table, groups, tl.load(groups + num_rows), entry, num_entries, 0, WIDTH, PIECES
+    )  # fmt: skip
+    return up_tile(base, up, own_rank, rank, exists, output, output_exists)
+
+
+@triton.jit
+def added_changes(
+    thin: tl.tensor,  # [parts, rows, width]
+    base: tl.tensor,
+    table: tl.tensor,
+    groups: tl.tensor,
+    members: tl.tensor,
+    entry: tl.tensor,
+    num_entries: tl.tensor,
+    part: tl.tensor,
+    first_weights: tl.tensor,  # of `first_up_tile`
+    row: tl.tensor,  # i32[rows]
+    row_exists: tl.tensor,
+    output: tl.tensor,
+    output_exists: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """f32[rows, outputs]: the changes of these rows and outputs. Earlier kernels are complete."""
+    member = tl.load(members + row, mask=row_exists, other=-2)
+    num_groups = tl.load(groups + num_rows)
+    own_thin = thin + (part * num_rows + row)[:, None, None] * WIDTH
+    group, up, own_rank, rank, exists = pieces_at(table, groups, num_groups, entry, num_entries, 0, WIDTH, PIECES)
+    values = thin_tile(own_thin, member, group, rank, exists)
+    total = tl.dot(values, tl.trans(first_weights), input_precision=PRECISION)
+    for first in tl.range(PIECES, num_groups * (WIDTH // PIECE), PIECES):
+        group, up, own_rank, rank, exists = pieces_at(
+            table, groups, num_groups, entry, num_entries, first, WIDTH, PIECES
+        )  # fmt: skip
+        weights = up_tile(base, up, own_rank, rank, exists, output, output_exists)
+        values = thin_tile(own_thin, member, group, rank, exists)
+        total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
+    own = tl.load(groups + member, mask=member >= 0, other=-1)
+    _, bias, _ = places(table, own, entry, num_entries)
+    if tl.max((bias != ABSENT).to(tl.int32), axis=0) > 0:
+        has_bias = (bias != ABSENT)[:, None] & output_exists[None, :]
+        total += tl.load(base + bias[:, None] + output[None, :], mask=has_bias, other=0.0).to(tl.float32)
+    return total
