@@ -77,7 +77,10 @@ FUSED = {3: (128, 128, 256), 5: (192, 192), 6: (80,)}  # widths of products whos
 
 def changed(kernels: Any, x: Any, linears: dict[int, Any], use: AdapterUse, residual: Any) -> list[np.ndarray]:
     """A product of three parts, gate and up with their activation, and a product that is added to the residual."""
-    own = {site: kernels.adapt(kernels.linear(x, kernels.prepare_linear(each)), x, site, use) for site, each in linears.items()}
+    own = {
+        site: kernels.adapt(kernels.linear(x, kernels.prepare_linear(each)), x, site, use)
+        for site, each in linears.items()
+    }
     results = own[3], kernels.act_mul(own[5], "silu"), kernels.add(residual, own[6])
     return [np.asarray(kernels.to_host(each)) for each in results]
 
@@ -86,10 +89,14 @@ def changed(kernels: Any, x: Any, linears: dict[int, Any], use: AdapterUse, resi
 def test_products_add_the_changes_in_their_kernels(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of adapters of several ranks, with a bias, of some parts, and of more adapters than are multiplied at once."""
     rng = np.random.default_rng(count)
-    linears = {site: replace(new_linear(rng, widths, DEPTH, bias=site == 5), site=site) for site, widths in FUSED.items()}
-    adapters = [Adapter({site: (low_rank(rng, sum(widths), DEPTH, 3),) for site, widths in FUSED.items()}) for _ in range(9)]
+    linears = {
+        site: replace(new_linear(rng, widths, DEPTH, bias=site == 5), site=site) for site, widths in FUSED.items()
+    }
+    adapters = [
+        Adapter({site: (low_rank(rng, sum(widths), DEPTH, 3),) for site, widths in FUSED.items()}) for _ in range(9)
+    ]
     adapters += [
-        Adapter({3: (low_rank(rng, 256, DEPTH, 33, 256, bias=True),), 5: (low_rank(rng, 192, DEPTH, 17, 192, bias=True),)}),
+        Adapter({3: (low_rank(rng, 256, DEPTH, 33, 256, bias=True),), 5: (low_rank(rng, 192, DEPTH, 17, 192),)}),
         Adapter({3: (low_rank(rng, 128, DEPTH, 20),), 6: (low_rank(rng, 80, DEPTH, 16),)}),
     ]  # fmt: skip
     x = rng.standard_normal((count, DEPTH)).astype(np.float32)

@@ -24,8 +24,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448  # bytes that a program may have there
 DEPTH = 14336
 POINTERS = {
-    "x": "*bf16", "base": "*bf16", "y": "*bf16", "out": "*bf16", "thin": "*bf16", "partial_sums": "*fp32", "table": "*i64", "order": "*i32",
-    "tiles": "*i32", "blocks": "*i32", "arrivals": "*i32",
+    "x": "*bf16", "base": "*bf16", "y": "*bf16", "out": "*bf16", "thin": "*bf16", "partial_sums": "*fp32",
+    "table": "*i64", "order": "*i32", "tiles": "*i32", "blocks": "*i32", "arrivals": "*i32",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bifolio.kernels.triton import norm
-from bifolio.kernels.triton.adapters import GroupedRows, ProductPlan, change_of, expand, shrink
+from bifolio.kernels.triton.adapters import GroupedRows, ProductPlan, change_of, expand, row_change_of, shrink
 from bifolio.kernels.triton.lazy_fusion import Deferred, Product, Sum, tensor
 from bifolio.kernels.triton.products import Products
 
@@ -23,6 +23,10 @@ def adapted(
     plain = y
 
     def compute(own: Product, activation: str | None, residual: torch.Tensor | None) -> torch.Tensor | Sum:
+        if plain.rows == 1:
+            change = row_change_of(plan, grouped)
+            if products.adds_row_change(plain, change, activation, residual):
+                return products.changed(plain, change, activation, residual)
         x = tensor(plain.x)
         if products.adds_changes(plain, plan.is_gated if activation is not None else plan.is_tiled):
             return products.changed(plain, change_of(x, plan, grouped), activation, residual)

@@ -213,10 +213,10 @@ class AdapterSlots:
         return np.append(self.numbers_of(use.loaded), np.int32(NO_ADAPTER))[use.rows]
 
     def _of_words(self, words: torch.Tensor, size: int, rows: int) -> StagedAdapters:
-        layout, sizes = self.layout, (size, size + 1, size)
-        order, groups, members, tiles = words.split((*sizes, len(words) - sum(sizes)))
+        layout, groups, members, tiles = self.layout, words[size:], words[2 * size + 1 :], words[3 * size + 1 :]
         grouped = GroupedRows(
-            self._base, self._table, order, tiles.view(3, -1), groups, members, layout.width, rows
+            self._base, self._table, words[:size], tiles.view(3, -1), groups[: size + 1], members[:size],
+            layout.width, rows,
         )  # fmt: skip
         return StagedAdapters({site: self._plans[site] for site in layout.sites}, grouped, words)
 

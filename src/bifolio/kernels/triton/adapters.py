@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.cuda.row_product import RowChange
 from bifolio.kernels.triton.adapter_changes import ABSENT, MOST_PARTS, RANKS, Change, places
 from bifolio.kernels.triton.gemm_small_m import shared_tiles
 from bifolio.kernels.triton.norm import ACTIVATIONS, gated
@@ -80,7 +81,9 @@ class ProductPlan:
     @property
     def is_tiled(self) -> bool:
         """Whether a tile of the columns of a product belongs to one part."""
-        return len(self.widths) == 1 or (len(self.widths) <= MOST_PARTS and not any(n % MOST_COLUMNS for n in self.widths))
+        return len(self.widths) == 1 or (
+            len(self.widths) <= MOST_PARTS and not any(n % MOST_COLUMNS for n in self.widths)
+        )
 
     @property
     def is_gated(self) -> bool:
@@ -376,9 +379,14 @@ def expand(
 def change_of(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> Change:
     """The changes of the next product, whose kernel must be the next one that is launched."""
     thin = shrink(x, plan, grouped)
-    return Change(
-        thin, grouped.base, grouped.table, grouped.groups, grouped.members, plan.starts, plan.first_entry
-    )
+    return Change(thin, grouped.base, grouped.table, grouped.groups, grouped.members, plan.starts, plan.first_entry)
+
+
+def row_change_of(plan: ProductPlan, grouped: GroupedRows) -> RowChange:
+    """The changes of one row, all of which the kernel of the product computes."""
+    return RowChange(
+        grouped.base, grouped.table, grouped.groups, plan.starts, plan.first_entry, len(plan.widths), grouped.width
+    )  # fmt: skip
 
 
 def _side_by_side(num_tiles: int, programs: int, most: int) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda.row_product import can_multiply, row_product
-from bifolio.kernels.interface import Array, Linear
+from bifolio.kernels.cuda.row_product import RowChange, can_multiply, row_product
+from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.triton import fp8, fp8_rows, norm, quantised
 from bifolio.kernels.triton.adapter_changes import Change
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
@@ -69,10 +69,30 @@ class Products:
             and not (isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype))
         )
 
+    def adds_row_change(
+        self, product: Product, change: RowChange, activation: str | None, residual: torch.Tensor | None
+    ) -> bool:
+        """The same for one row, whose kernel computes the thin values, too."""
+        weight = product.linear.prepared[0] if product.linear.prepared is not None else None
+        if (
+            product.compute != self._multiply
+            or self._deterministic
+            or not self._num_processors
+            or not isinstance(weight, torch.Tensor | Fp8Weight)
+            or (activation is not None and change.parts != 2)
+        ):
+            return False
+        values, _, group = fp8.parts_of(weight)
+        x, own = _operands(product)
+        return group in (0, values.shape[1]) and can_multiply(
+            x, values, norm=own, residual=residual, gated=activation is not None, num_processors=self._num_processors,
+            change=change,
+        )  # fmt: skip
+
     def changed(
-        self, product: Product, change: Change, activation: str | None, residual: torch.Tensor | None
+        self, product: Product, change: Change | RowChange, activation: str | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """A product with the changes of adapters, whose thin values were launched just before."""
+        """A product with the changes of adapters; thin values of several rows were launched just before."""
         return self._multiply(product, activation, residual, change=change)
 
     def _is_ours(self, rows: int, linear: Linear) -> bool:
@@ -98,7 +118,7 @@ class Products:
         activation: str | None,
         residual: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
-        change: Change | None = None,
+        change: Change | RowChange | None = None,
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
@@ -106,21 +126,20 @@ class Products:
         is_packed = isinstance(weight, QuantisedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
-        if change is not None:
+        if isinstance(change, Change):
             return few_rows(tensor(product.x), weight, change=change, **options)
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
-        if isinstance(product.x, Normed) and product.x.value is None:
-            x, options["norm"] = product.x.x, product.x.norm
-        else:
-            x = tensor(product.x)
+        x, own_norm = _operands(product)
+        if own_norm is not None:
+            options["norm"] = own_norm
         if is_packed:
             return quantised.one_row(x, weight, **options)
         values, scales, group = fp8.parts_of(weight)
         if self._num_processors and group in (0, values.shape[1]):
             own: dict[str, Any] = {
-                "norm": options.get("norm"), "residual": residual, "num_processors": self._num_processors,
+                "norm": own_norm, "residual": residual, "num_processors": self._num_processors, "change": change,
             }  # fmt: skip
             if can_multiply(x, values, gated=activation is not None, **own):
                 kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
@@ -147,3 +166,10 @@ class Products:
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
             return self._weights.linear(x, linear).float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def _operands(product: Product) -> tuple[torch.Tensor, Norm | None]:
+    """(x of one row, its norm, where the kernel of the product computes it)"""
+    if isinstance(product.x, Normed) and product.x.value is None:
+        return product.x.x, product.x.norm
+    return tensor(product.x), None
