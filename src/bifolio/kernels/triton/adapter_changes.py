@@ -26,7 +26,7 @@ PARTS = tl.constexpr(MOST_PARTS)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a product adds to its sums, in a kernel that is launched behind `shrink`."""
+    """The change of a product of several rows, for its kernel, which is launched just behind `shrink`."""
 
     thin: torch.Tensor  # [parts, rows, width]
     base: torch.Tensor  # as those of `adapters.GroupedRows`
