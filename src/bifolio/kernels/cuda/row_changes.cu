@@ -4,8 +4,8 @@
 //
 // All rows of the product need all thin values. Those are few: the first thread blocks (`helpers`) multiply chunks of CHUNK
 // columns, and every thread block waits for them, while its other warps multiply their weights, and adds the chunks in one
-// order. Thread blocks start in the order of their numbers, and the thin values come before any wait, so that with two
-// streams on a GPU, too, those that are waited for are running.
+// order. Thread blocks start in the order of their numbers, and the helpers are at most half of them: of two such kernels on
+// two streams, one has all its helpers on multiprocessors, so that it ends.
 //
 // Constants: THIN_WIDTH (largest rank, a multiple of 16; 0: no adapters), THIN_PARTS, AIDES; those of `row_product.cu`.
 constexpr int CHUNK = 256, CHUNKS = (DEPTH + CHUNK - 1) / CHUNK, THIN = THIN_PARTS * THIN_WIDTH;

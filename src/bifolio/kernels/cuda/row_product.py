@@ -13,7 +13,7 @@ from bifolio.kernels.interface import Norm, Routing
 SOURCES = "common", "activations", "row_changes", "row_product"
 WARPS = 8  # that multiply
 AIDES = 4  # further warps, for the changes of an adapter
-HELPERS = 64  # thread blocks that compute its thin values: fewer than half of the multiprocessors (`row_changes.cu`)
+HELPERS = 56  # thread blocks that compute its thin values, at most
 CHUNK = 256  # columns of x that a warp multiplies at once for them
 UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
@@ -207,7 +207,7 @@ def _arguments(
         _arrivals[unused.device] = torch.zeros(1, dtype=torch.int32, device=unused.device)
     return (
         change.base, change.table, change.groups, change.starts, sums, _arrivals[unused.device], change.first_entry,
-        change.table.shape[1], min(plan.grid, HELPERS),
+        change.table.shape[1], max(min(plan.grid // 2, HELPERS), 1),
     )  # fmt: skip
 
 
