@@ -6,7 +6,7 @@
 Adapters change all matrices of attention and of the MLPs. One engine runs the workloads in turns; a row is the median
 over the rounds, beside the base at the same number of sequences. The last rows are the base before any adapter is
 loaded, and the longest step of running requests while an adapter is read from a file and used for the first time.
-`--kernels` prints the time of each kernel in a step, which includes the waits of overlapping kernels, instead. `--cold`
+`--kernels` also prints the time of each kernel in a step, which includes the waits of overlapping kernels. `--cold`
 captures only the steps that are measured.
 """
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--most", type=int, default=MOST, help="adapters in memory")
-    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel instead")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
     parser.add_argument("--cold", action="store_true", help="capture only the steps that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -160,14 +160,12 @@ def main() -> None:
         found: dict[tuple[int, int], list[float]] = {each: [] for each in workloads}
         for each in workloads:
             step_seconds(llm, each[0], adapters[: each[1]], args.tokens)  # captures
-        if args.kernels:
-            for each in workloads:
-                print_kernels(llm, each[0], adapters[: each[1]])
-            return
         for _ in range(args.rounds):
             for each in workloads:
                 found[each].append(step_seconds(llm, each[0], adapters[: each[1]], args.tokens))
         rows = [describe(each, times, found[each[0], 0], bare[each[0]]) for each, times in found.items()]
+        for each in workloads if args.kernels else ():
+            print_kernels(llm, each[0], adapters[: each[1]])
         for _ in range(2):
             hot = hot_load(llm, folder)
             llm.engine.adapters.unload("hot")

@@ -193,8 +193,8 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
     """Against float64; of parts that some adapters leave alone. A row has the bits that it has alone."""
     import torch
 
+    from bifolio.kernels.triton.adapter_changes import NO_BIAS
     from bifolio.kernels.triton.adapter_slots import AdapterSlots
-    from bifolio.kernels.triton.adapters import NO_BIAS
 
     rng, widths, depth = np.random.default_rng(rows), (4096, 1024, 1024), 4096
     kernels = gpu_kernels("bf16", deterministic=fixed)

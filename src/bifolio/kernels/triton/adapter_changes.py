@@ -67,74 +67,55 @@ def part_at(starts: tl.tensor, column: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def pieces_at(
-    table: tl.tensor,
-    groups: tl.tensor,
-    num_groups: tl.tensor,
-    entry: tl.tensor,
-    num_entries: tl.tensor,
-    first: tl.tensor,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
+def adapters_at(
+    groups: tl.tensor, first: tl.tensor, num_rows: tl.tensor, WIDTH: tl.constexpr, PIECES: tl.constexpr
 ) -> tl.tensor:
-    """Of the pieces from `first` on: (group, place of `up`, rank of the adapter), each [pieces], and [pieces, RANKS]:
-    the ranks in it, and whether the adapter has them."""
-    piece = first + tl.arange(0, PIECES)
-    group = piece // (WIDTH // PIECE)
-    adapter = tl.load(groups + group, mask=group < num_groups, other=-1)
-    up, _, own_rank = places(table, adapter, entry, num_entries)
-    rank = (piece % (WIDTH // PIECE) * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
-    return group, up, own_rank, rank, rank < own_rank[:, None]
+    """i32[pieces]: the adapters of the pieces from `first` on; -1: there are no more."""
+    group = (first + tl.arange(0, PIECES)) // (WIDTH // PIECE)
+    return tl.load(groups + group, mask=group < num_rows, other=-1)
 
 
 @triton.jit
 def up_tile(
     base: tl.tensor,
-    up: tl.tensor,
-    own_rank: tl.tensor,
-    rank: tl.tensor,
-    exists: tl.tensor,
+    up: tl.tensor,  # i64[pieces]  places
+    own_rank: tl.tensor,  # of the adapter of each piece
+    first: tl.tensor,  # piece
     output: tl.tensor,  # i32[outputs]  in the part
     output_exists: tl.tensor,
-) -> tl.tensor:
-    """[outputs, pieces * RANKS]"""
-    source = base + up[None, :, None] + output.to(tl.int64)[:, None, None] * own_rank[None, :, None] + rank[None]
-    weights = tl.load(source, mask=output_exists[:, None, None] & exists[None], other=0.0)
-    return tl.reshape(weights, [output.shape[0], rank.shape[0] * PIECE])
-
-
-@triton.jit
-def thin_tile(
-    thin: tl.tensor,  # pointers [rows, 1, 1]
-    member: tl.tensor,  # i32[rows]
-    group: tl.tensor,
-    rank: tl.tensor,
-    exists: tl.tensor,
-) -> tl.tensor:
-    """[rows, pieces * RANKS]: zeros in the pieces of other adapters."""
-    is_own = member[:, None] == group[None, :]
-    values = tl.load(thin + rank[None], mask=is_own[:, :, None] & exists[None], other=0.0)
-    return tl.reshape(values, [member.shape[0], rank.shape[0] * PIECE])
-
-
-@triton.jit
-def first_up_tile(
-    base: tl.tensor,
-    table: tl.tensor,
-    groups: tl.tensor,
-    entry: tl.tensor,
-    num_entries: tl.tensor,
-    output: tl.tensor,
-    output_exists: tl.tensor,
-    num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
 ) -> tl.tensor:
-    """[outputs, pieces * RANKS]: `up` of the first pieces, which depends on no earlier kernel."""
-    _, up, own_rank, rank, exists = pieces_at(
-        table, groups, tl.load(groups + num_rows), entry, num_entries, 0, WIDTH, PIECES
-    )  # fmt: skip
-    return up_tile(base, up, own_rank, rank, exists, output, output_exists)
+    """[outputs, pieces * RANKS]"""
+    rank = _ranks(first, WIDTH, PIECES)
+    source = base + up[None, :, None] + output.to(tl.int64)[:, None, None] * own_rank[None, :, None] + rank[None]
+    exists = (rank < own_rank[:, None])[None]
+    weights = tl.load(source, mask=output_exists[:, None, None] & exists, other=0.0)
+    return tl.reshape(weights, [output.shape[0], PIECES * PIECE])
+
+
+@triton.jit
+def _ranks(first: tl.tensor, WIDTH: tl.constexpr, PIECES: tl.constexpr) -> tl.tensor:
+    """i32[pieces, RANKS]: the ranks in the pieces from `first` on."""
+    piece = first + tl.arange(0, PIECES)
+    return (piece % (WIDTH // PIECE) * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+
+
+@triton.jit
+def _thin_tile(
+    thin: tl.tensor,  # pointers [rows, 1, 1]
+    member: tl.tensor,  # i32[rows]
+    own_rank: tl.tensor,
+    first: tl.tensor,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> tl.tensor:
+    """[rows, pieces * RANKS]: zeros in the pieces of other adapters."""
+    rank = _ranks(first, WIDTH, PIECES)
+    is_own = member[:, None] == ((first + tl.arange(0, PIECES)) // (WIDTH // PIECE))[None, :]
+    exists = (rank < own_rank[:, None])[None]
+    values = tl.load(thin + rank[None], mask=is_own[:, :, None] & exists, other=0.0)
+    return tl.reshape(values, [member.shape[0], PIECES * PIECE])
 
 
 @triton.jit
@@ -143,13 +124,15 @@ def added_changes(
     base: tl.tensor,
     table: tl.tensor,
     groups: tl.tensor,
-    members: tl.tensor,
     entry: tl.tensor,
     num_entries: tl.tensor,
     part: tl.tensor,
-    first_weights: tl.tensor,  # of `first_up_tile`
+    first_weights: tl.tensor,  # `up_tile` of the first pieces
+    own_rank: tl.tensor,  # as the next one of the first pieces
+    bias: tl.tensor,
+    num_groups: tl.tensor,
     row: tl.tensor,  # i32[rows]
-    row_exists: tl.tensor,
+    member: tl.tensor,  # i32[rows]  group; below 0: none
     output: tl.tensor,
     output_exists: tl.tensor,
     num_rows: tl.tensor,
@@ -158,22 +141,27 @@ def added_changes(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """f32[rows, outputs]: the changes of these rows and outputs. Earlier kernels are complete."""
-    member = tl.load(members + row, mask=row_exists, other=-2)
-    num_groups = tl.load(groups + num_rows)
     own_thin = thin + (part * num_rows + row)[:, None, None] * WIDTH
-    group, up, own_rank, rank, exists = pieces_at(table, groups, num_groups, entry, num_entries, 0, WIDTH, PIECES)
-    values = thin_tile(own_thin, member, group, rank, exists)
+    values = _thin_tile(own_thin, member, own_rank, 0, WIDTH, PIECES)
     total = tl.dot(values, tl.trans(first_weights), input_precision=PRECISION)
-    for first in tl.range(PIECES, num_groups * (WIDTH // PIECE), PIECES):
-        group, up, own_rank, rank, exists = pieces_at(
-            table, groups, num_groups, entry, num_entries, first, WIDTH, PIECES
-        )  # fmt: skip
-        weights = up_tile(base, up, own_rank, rank, exists, output, output_exists)
-        values = thin_tile(own_thin, member, group, rank, exists)
-        total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
-    own = tl.load(groups + member, mask=member >= 0, other=-1)
-    _, bias, _ = places(table, own, entry, num_entries)
-    if tl.max((bias != ABSENT).to(tl.int32), axis=0) > 0:
-        has_bias = (bias != ABSENT)[:, None] & output_exists[None, :]
-        total += tl.load(base + bias[:, None] + output[None, :], mask=has_bias, other=0.0).to(tl.float32)
+    has_bias = tl.max((bias != ABSENT).to(tl.int32), axis=0)
+    num_pieces = num_groups * (WIDTH // PIECE)
+    if (
+        num_pieces > PIECES
+    ):  # places are read before they are needed, those of adapters one tile, adapters two tiles ahead
+        adapter = adapters_at(groups, PIECES, num_rows, WIDTH, PIECES)
+        up, bias, own_rank = places(table, adapter, entry, num_entries)
+        adapter = adapters_at(groups, 2 * PIECES, num_rows, WIDTH, PIECES)
+        for first in tl.range(PIECES, num_pieces, PIECES):
+            has_bias = tl.maximum(has_bias, tl.max((bias != ABSENT).to(tl.int32), axis=0))
+            weights = up_tile(base, up, own_rank, first, output, output_exists, WIDTH, PIECES)
+            values = _thin_tile(own_thin, member, own_rank, first, WIDTH, PIECES)
+            up, bias, own_rank = places(table, adapter, entry, num_entries)
+            adapter = adapters_at(groups, first + 2 * PIECES, num_rows, WIDTH, PIECES)
+            total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
+    if has_bias > 0:
+        own = tl.load(groups + member, mask=member >= 0, other=-1)
+        _, own_bias, _ = places(table, own, entry, num_entries)
+        is_biased = (own_bias != ABSENT)[:, None] & output_exists[None, :]
+        total += tl.load(base + own_bias[:, None] + output[None, :], mask=is_biased, other=0.0).to(tl.float32)
     return total

@@ -36,7 +36,7 @@ FEWEST_ROWS, MOST_ROWS = 16, 64  # of a tile
 MANY_ROWS = 512  # of a pass, from which tiles are large
 BLOCK, MOST_SHARES = 512, 16  # columns of x per tile of `shrink`; programs that share a depth, a power of two
 OUTPUTS = 256  # columns of y per program of `expand`
-SHRINKING, EXPANDING = 1056, 528  # programs that start at once, on a GPU of 132 multiprocessors
+SHRINKING, EXPANDING = 2112, 528  # programs that start at once, on a GPU of 132 multiprocessors
 MOST_COLUMNS = 128  # of a tile of a product
 NO_ACTIVATION = -1
 BEHIND = 2**31 - 1  # a column behind all others
@@ -129,18 +129,19 @@ def _shrink_kernel(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    split = tl.program_id(2)
-    part, first_rank = tl.program_id(1) // (WIDTH // RANKS), tl.program_id(1) % (WIDTH // RANKS) * RANKS
+    split = tl.program_id(1)
+    part, first_rank = tl.program_id(0) // (WIDTH // RANKS), tl.program_id(0) % (WIDTH // RANKS) * RANKS
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, DEPTH)
     member, rank = tl.arange(0, ROWS), first_rank + tl.arange(0, RANKS)
     column = begin + tl.arange(0, BLOCK)
     inside = column < end
-    tile = tl.program_id(0)
+    tile = tl.program_id(2)  # programs with work are the first ones: on different multiprocessors
     adapter, first, count = _tile(tiles, tile, num_tiles)  # tiles and table are complete before the first layer
     source, own_rank = _down(base, table, adapter, first_entry + part, num_entries, rank, DEPTH)
     weights = tl.load(source + column[None, :], mask=inside[None, :] & (rank < own_rank)[:, None], other=0.0)
-    wait_for_inputs()
+    if count > 0 or tile == 0:  # others end at once; the next kernel may start when the inputs are there
+        wait_for_inputs()
     while count > 0:
         if first_rank < own_rank:
             exists = member < count
@@ -159,12 +160,12 @@ def _shrink_kernel(
                     total = tl.dot(values, tl.trans(weights), total, input_precision=PRECISION)
             is_last = exists
             if SPLITS > 1:
-                sums = tile * tl.num_programs(1) + tl.program_id(1)
+                sums = tile * tl.num_programs(0) + tl.program_id(0)
                 total, arrived = _add_shares(total, partial_sums, arrivals, sums, split, SPLITS)
                 is_last = exists & (member * 0 + arrived == SPLITS - 1)
             target = thin + (part.to(tl.int64) * num_rows + row)[:, None] * WIDTH + rank[None, :]
             tl.store(target, total.to(thin.dtype.element_ty), mask=is_last[:, None])
-        tile += tl.num_programs(0)
+        tile += tl.num_programs(2)
         adapter, first, count = _tile(tiles, tile, num_tiles)
         source, own_rank = _down(base, table, adapter, first_entry + part, num_entries, rank, DEPTH)
         weights = tl.load(source + column[None, :], mask=inside[None, :] & (rank < own_rank)[:, None], other=0.0)
@@ -246,7 +247,7 @@ def _expand_kernel(
     ALIGNED: tl.constexpr,  # columns of parts are multiples of 16
     PRECISION: tl.constexpr,
 ) -> None:
-    block = blocks + tl.program_id(1) * 4
+    block = blocks + tl.program_id(0) * 4
     part, part_width, first_output, column = tl.load(block), tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     first_output = tl.multiple_of(first_output, 16)
     if ALIGNED:
@@ -254,7 +255,7 @@ def _expand_kernel(
     member = tl.arange(0, ROWS)
     output = first_output + tl.arange(0, OUTPUTS)
     written = output < part_width
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     adapter, first, count = _tile(tiles, tile, num_tiles)
     up_place, bias, own_rank = places(table, adapter, first_entry + part, num_entries)
     weights = _weights(base, up_place, own_rank, output, written, 0, RANKS)  # they do not depend on earlier kernels
@@ -285,7 +286,7 @@ def _expand_kernel(
                 tl.store(target, values.to(out.dtype.element_ty), mask=inside)
             else:
                 tl.store(target, values.to(y.dtype.element_ty), mask=inside)
-        tile += tl.num_programs(0)
+        tile += tl.num_programs(1)
         adapter, first, count = _tile(tiles, tile, num_tiles)
         up_place, bias, own_rank = places(table, adapter, first_entry + part, num_entries)
         weights = _weights(base, up_place, own_rank, output, written, 0, RANKS)
@@ -348,7 +349,7 @@ def shrink(x: torch.Tensor, plan: ProductPlan, grouped: GroupedRows) -> torch.Te
     splits = triton.cdiv(plan.depth, plan.share)
     thin = torch.empty((parts, num_rows, grouped.width), dtype=x.dtype, device=x.device)
     columns = parts * (grouped.width // RANKS)
-    _shrink_kernel[(_side_by_side(num_tiles, columns * splits, SHRINKING), columns, splits)](
+    _shrink_kernel[(columns, splits, _side_by_side(num_tiles, columns * splits, SHRINKING))](
         x, grouped.base, grouped.table, grouped.order, grouped.tiles, thin,
         *shared_tiles((num_tiles, columns, splits), grouped.rows * RANKS, thin), num_rows, num_tiles, x.stride(0),
         plan.first_entry, grouped.table.shape[1], DEPTH=plan.depth, SHARE=plan.share, SPLITS=splits,
@@ -367,7 +368,7 @@ def expand(
     if activation is not None:
         blocks, kind = blocks // 2, ACTIVATIONS[activation]
         out = torch.empty((num_rows, plan.widths[0]), dtype=y.dtype, device=y.device)
-    _expand_kernel[(_side_by_side(num_tiles, blocks, EXPANDING), blocks)](
+    _expand_kernel[(blocks, _side_by_side(num_tiles, blocks, EXPANDING))](
         thin, grouped.base, grouped.table, grouped.order, grouped.tiles, plan.blocks, y, out, num_rows, num_tiles,
         y.stride(0), out.stride(0), plan.first_entry, grouped.table.shape[1], ROWS=grouped.rows,
         OUTPUTS=OUTPUTS, RANKS=RANKS, WIDTH=grouped.width, ACTIVATION=kind,

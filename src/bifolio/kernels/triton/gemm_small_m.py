@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton import adapter_changes
-from bifolio.kernels.triton.adapter_changes import Change, added_changes, first_up_tile, part_at
+from bifolio.kernels.triton.adapter_changes import Change, adapters_at, added_changes, part_at, places, up_tile
 from bifolio.kernels.triton.epilogue import finish, fused, load_residual
 from bifolio.kernels.triton.fp8 import Fp8Weight, group_scale, parts_of, row_scale
 from bifolio.kernels.triton.gemm_tuning import RowTile, few_rows_tile, fixed_tile
@@ -94,13 +94,12 @@ def _few_rows_kernel(
     else:  # x is complete: the kernel before this one, which makes the thin values, has waited for it
         part, column = part_at(starts, first_output)
         entry, own_output = first_entry + part, output - column
-        first_weights = first_up_tile(
-            base, table, groups, entry, num_entries, own_output, output_exists, num_rows, WIDTH, PIECES
-        )  # fmt: skip
+        member = tl.load(members + row, mask=row_exists, other=-1)
+        num_groups = tl.load(groups + num_rows)
+        adapter = adapters_at(groups, 0, num_rows, WIDTH, PIECES)
+        change_place, change_bias, own_rank = places(table, adapter, entry, num_entries)
         if ACTIVATION >= 0:
-            first_partner = first_up_tile(
-                base, table, groups, entry + 1, num_entries, own_output, output_exists, num_rows, WIDTH, PIECES
-            )  # fmt: skip
+            partner_place, partner_bias, partner_rank = places(table, adapter, entry + 1, num_entries)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, X_DESCRIBED)
         weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
@@ -114,6 +113,9 @@ def _few_rows_kernel(
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
     if WIDTH > 0:
+        first_weights = up_tile(base, change_place, own_rank, 0, own_output, output_exists, WIDTH, PIECES)
+        if ACTIVATION >= 0:
+            first_partner = up_tile(base, partner_place, partner_rank, 0, own_output, output_exists, WIDTH, PIECES)
         wait_for_inputs()
         added = load_residual(residual, place, inside, HAS_RESIDUAL)
     if SPLITS > 1:
@@ -129,13 +131,13 @@ def _few_rows_kernel(
         up_sums *= x_scale
     if WIDTH > 0:
         sums += added_changes(
-            thin, base, table, groups, members, entry, num_entries, part, first_weights, row, row_exists,
-            own_output, output_exists, num_rows, WIDTH, PIECES, PRECISION,
+            thin, base, table, groups, entry, num_entries, part, first_weights, own_rank, change_bias, num_groups, row,
+            member, own_output, output_exists, num_rows, WIDTH, PIECES, PRECISION,
         )  # fmt: skip
         if ACTIVATION >= 0:
             up_sums += added_changes(
-                thin, base, table, groups, members, entry + 1, num_entries, part + 1, first_partner, row, row_exists,
-                own_output, output_exists, num_rows, WIDTH, PIECES, PRECISION,
+                thin, base, table, groups, entry + 1, num_entries, part + 1, first_partner, partner_rank, partner_bias,
+                num_groups, row, member, own_output, output_exists, num_rows, WIDTH, PIECES, PRECISION,
             )  # fmt: skip
     finish(
         sums, up_sums, output[None, :], place, inside, bias, added, out, num_outputs,
