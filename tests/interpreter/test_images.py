@@ -1,4 +1,4 @@
-"""Images on the Triton kernels: rows of a tower enter eager chunks, captured steps continue behind them."""
+"""Images on the Triton kernels: rows of a tower enter chunks, captured steps continue behind them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.sampling_params import SamplingParams
 from built_engines import built_engine
-from image_requests import PROMPTS, SIZES, assert_greedy, drain, loaded, prompt_of, second_turn, worst_error
+from image_requests import (
+    PROMPTS,
+    SIZES,
+    assert_greedy,
+    drain,
+    loaded,
+    outputs_of,
+    prompt_of,
+    second_turn,
+    worst_error,
+)
 
 FEW = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
 
@@ -50,3 +60,34 @@ def test_tokens_and_logprobs_equal_transformers(name: str, monkeypatch: pytest.M
     whole = reference.add_request("whole", turn.prompt_token_ids, turn.params, images=turn.images)
     drain(reference)
     assert turn.sequences[0].output_token_ids == whole.sequences[0].output_token_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "mistral3"])
+def test_chunks_with_images_are_captured_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of an image run beside decodes of a text, and those steps serve prompts without images in between."""
+    sizes = {**SIZES, "token_budget": 24, "chunk_size": 20}
+    found: dict[str, list[Any]] = {}
+    for kind, kernels in (("triton", TritonKernels("cpu", "f32")), ("reference", ReferenceKernels())):
+        engine, passes = built_engine(loaded(name), kernels=kernels, **sizes), []
+        device = engine.slots.device
+        if device is not None:
+            launch = device.prompt_logits
+
+            def counted(batch: Any, slots: Any, launch: Any = launch, passes: list[bool] = passes) -> Any:
+                logits = launch(batch, slots)
+                if batch.given is not None:
+                    passes.append(logits is not None)
+                return logits
+
+            monkeypatch.setattr(device, "prompt_logits", counted)
+        requests = []
+        for key in ("text", "image", "text"):
+            text, numbers = PROMPTS[key]
+            prompt = prompt_of(name, text, numbers)
+            requests.append(engine.add_request(f"{key} {len(requests)}", prompt.token_ids, FEW, images=prompt.images))
+            engine.step()
+            engine.step()
+        drain(engine)
+        assert kind == "reference" or (passes and all(passes))
+        found[kind] = [outputs_of(request) for request in requests]
+    assert found["triton"] == found["reference"]

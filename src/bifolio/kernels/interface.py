@@ -214,6 +214,7 @@ class SplitNetwork:
     prompt_segment: Callable[[int], AttentionSegment]  # of one sequence, by number of queries
     tap_width: int = 0  # of the rows that `hidden` gives out beside its result (`Batch.taps`)
     given_width: int = 0  # of the rows that `hidden` reads beside its tokens (`Batch.given`)
+    rows_width: int = 0  # of those that it can read in place of embeddings; 0: it reads tokens alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,14 @@ from bifolio.kernels.triton.scan_plan import PlanSizes, StagedStates
 from bifolio.kernels.triton.split_kv import Pieces
 
 
+class PromptKey(NamedTuple):
+    """A captured step."""
+
+    size: int  # tokens
+    adapts: Layout | None = None  # of the adapters that it serves; None: tokens have none
+    reads_rows: bool = False  # `Batch.given`
+
+
 class Sizes(NamedTuple):
     """The steps that are captured."""
 
@@ -76,6 +84,7 @@ class PromptStep:
     plan: PlanSizes | None = None  # of recurrent layers
     states: StagedStates | None = None  # of recurrent layers, at the end of `words`
     adapters: StagedAdapters | None = None  # of the tokens, whose words follow the others; None: they have none
+    reads_rows: bool = False  # `Batch.given`
     graph: Any = None
 
     @classmethod
@@ -123,7 +132,7 @@ class PromptGraphs:
     recorder: GraphRecorder
     sizes: Sizes
     adapters: AdapterSlots | None = None
-    _steps: dict[tuple[int, Layout | None], PromptStep] = field(default_factory=dict)  # by number of tokens, adapters
+    _steps: dict[PromptKey, PromptStep] = field(default_factory=dict)
     _pieces: dict[int, dict[int, Pieces]] = field(default_factory=dict)  # by number of decodes; the steps take turns
     _hidden: torch.Tensor | None = None  # [tokens of the largest step, d]
     _taps: torch.Tensor | None = None  # f32[tokens of the largest step, width]
@@ -140,7 +149,8 @@ class PromptGraphs:
             return None
         size, own = self.sizes.tokens[bisect_left(self.sizes.tokens, batch.num_tokens)], self.adapters
         numbers = None if batch.adapters is None or own is None else own.numbers_of_rows(batch.adapters)
-        step = self._step(size, None if numbers is None or own is None else own.layout)
+        adapts = None if numbers is None or own is None else own.layout
+        step = self._step(PromptKey(size, adapts, batch.given is not None))
         words = words_of(self.sizes, step, batch, slots)
         groups = np.zeros(0, np.int32) if numbers is None or own is None else own.words(numbers, size)
         rows = np.arange(batch.num_tokens) if batch.logit_rows is None else batch.logit_rows
@@ -165,13 +175,15 @@ class PromptGraphs:
     def capture_all(self, layout: Layout | None = None) -> None:
         """Capture all sizes now, the largest first. `layout`: of the adapters that the steps serve."""
         for size in reversed(self.sizes.tokens):
-            self._step(size, layout)
+            self._step(PromptKey(size, layout, self.split.given_width > 0))
+            if self.split.rows_width:
+                self._step(PromptKey(size, layout, True))
 
-    def _step(self, size: int, layout: Layout | None = None) -> PromptStep:
-        key = size, layout
+    def _step(self, key: PromptKey) -> PromptStep:
+        size, layout, reads_rows = key
         if key not in self._steps:
-            if self._given is None and self.split.given_width:
-                shape = self.sizes.tokens[-1], self.split.given_width
+            if self._given is None and reads_rows:
+                shape = self.sizes.tokens[-1], self.split.given_width or self.split.rows_width
                 self._given = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
             segment, attention = self._segment(size), self.kernels.attention
             rows = {attention.rows_of_tile(shape, segment, self.kernels.dtype, self.storage) for shape in self.shapes}
@@ -181,6 +193,7 @@ class PromptGraphs:
                 most, chunked = self.sizes.max_prompts, not self.kernels.deterministic
                 plan = PlanSizes.of(size, num_decodes + most, most, chunked=chunked)
             step = PromptStep.new(self.sizes, size, num_decodes, sorted(rows), self.state.device, plan)
+            step.reads_rows = reads_rows
             if layout is not None and self.adapters is not None:
                 step.adapters = self.adapters.staged(size)
             if self.state.on_gpu:
@@ -218,7 +231,7 @@ class PromptGraphs:
             shape = self.sizes.tokens[-1], self.split.tap_width
             self._taps = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
         taps = None if self._taps is None else self._taps[:size]
-        given = None if self._given is None else self._given[:size]
+        given = None if self._given is None or not step.reads_rows else self._given[:size]
         batch = Batch(
             step.known_ids, step.positions, step.index, (decodes, prompts), None, states=use, given=given, taps=taps,
             adapters=None if step.adapters is None else step.adapters.use,
@@ -230,10 +243,12 @@ class PromptGraphs:
 
 
 def fits(sizes: Sizes, batch: Batch) -> bool:
-    """Whether a captured step can run the batch: any decodes of one token each, then a few longer sequences."""
+    """Whether a captured step can run the batch: any decodes of one token each, then a few longer causal sequences."""
     longer = batch.segments[int(has_decodes(batch)) :]
     return (
-        batch.num_tokens <= sizes.tokens[-1] and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        batch.num_tokens <= sizes.tokens[-1]
+        and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        and all(segment.causal for segment in longer)
     )
 
 
