@@ -307,6 +307,14 @@ class KernelSet(Operations, Protocol):
         """The network as a program for one phase; None: the operations are called one by one."""
         ...
 
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        """`run` as one launch, for arrays of the shape and type of `x`; None: its operations are called one by one.
+
+        `run` copies nothing from the host, and reads the same arrays beside its argument in each call. The result is
+        the caller's.
+        """
+        ...
+
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         """Per-slot state, sampling and decode graphs on the device; None: the host keeps the slots and samples."""
         ...

@@ -30,7 +30,6 @@ class RowLayout(NamedTuple):
             found[axis : self.sections[axis] * 3 : 3] = axis
         return found
 
-
     def width(self, size: int, input_columns: int, half: int) -> int:
         """Columns of `Batch.given`: `size` of an embedding, `input_columns` of a second one; `half`: of rope."""
         return size + input_columns + size * self.num_deep + (2 * half if self.sections else 0)

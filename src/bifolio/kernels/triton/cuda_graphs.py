@@ -34,6 +34,7 @@ from bifolio.kernels.triton.adapter_slots import AdapterSlots, Layout, StagedAda
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
+from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.logprobs import read_scores
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.scan_plan import StagedStates
@@ -190,6 +191,27 @@ class GraphRecorder:
                 graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph
+
+
+class CapturedFunction:
+    """A function of one tensor as a graph, with room for the tensor and for the result."""
+
+    def __init__(self, recorder: GraphRecorder, run: Callable[[Array], Array], x: torch.Tensor) -> None:
+        self._run, self._x = run, x.clone()
+        self._result: torch.Tensor | None = None
+        self._graph = recorder.record(self._launch) if x.is_cuda else None
+
+    def _launch(self) -> None:
+        self._result = tensor(self._run(self._x))
+
+    def __call__(self, x: Array) -> Array:
+        self._x.copy_(tensor(x))
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.replay()
+        assert self._result is not None
+        return self._result.clone()
 
 
 class DecodeGraphs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ from bifolio.kernels.triton.adapter_slots import OF_EXPERTS
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.choice import TritonChoice
+from bifolio.kernels.triton.cuda_graphs import CapturedFunction, GraphRecorder
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.head_products import head_products
@@ -100,6 +101,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
+        self._recorder: GraphRecorder | None = None  # of captured functions
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -138,6 +140,10 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         if not is_encoder or network.split is None or (self.ranks is not None and self.ranks.size > 1):
             return None
         return TextGraphs(self, network, network.split)
+
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        self._recorder = self._recorder or GraphRecorder(self.device)
+        return CapturedFunction(self._recorder, run, tensor(x))
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:

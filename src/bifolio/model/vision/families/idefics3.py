@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Array, KernelSet, Linear
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.vision.layers import square_rows
 from bifolio.model.vision.processing import LANCZOS, Processor, as_rgb
 from bifolio.model.vision.siglip import Siglip, SiglipSizes
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import PLAIN_ROWS, NewBatch, Normalisation, Picture, Pixels, RowLayout, Vision
+from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 TYPES = ("smolvlm", "idefics3")
@@ -101,12 +101,17 @@ class Idefics3Tower:
         projection = kernels.prepare_linear(self.projection)
         return replace(self, encoder=self.encoder.prepared(kernels), projection=projection, prepared_for=kernels)
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        vision, side = self.vision, self.vision.sizes.side
-        x = self.encoder.states(vision.normalisation(pixels), kernels, new_batch)
-        size = vision.sizes.hidden_size
-        places = [kernels.take(x, kernels.from_host(rows)) for rows in square_rows((side, side), vision.merge)]
-        joined = kernels.join_columns([(place, 0, size) for place in places])
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.vision.sizes.patch_size, self.vision.normalisation.values)
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        side = self.vision.sizes.side
+        return square_rows(side, side, self.vision.merge, kernels)
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        x, size = self.encoder.states(values, batch, kernels), self.vision.sizes.hidden_size
+        joined = kernels.join_columns([(kernels.take(x, rows), 0, size) for rows in fixed])
         return kernels.linear(joined, self.projection)
 
     def matrices(self) -> list[QuantizedTensor | Array]:
