@@ -124,6 +124,15 @@ def crowd(llm: LLM, count: int, new: int, edge: int, seed: int) -> dict[str, Any
     return {"row": "crowd", "requests": count, "new": new, "prompt_tokens": length, **rates}
 
 
+def open_model(models: Path, device: str, *, tiny: bool) -> LLM:
+    """The model, whose folder is written first where there is none."""
+    folder = models / f"qwen3-vl-{'tiny' if tiny else '8b'}"
+    if not folder.exists():
+        write_model(folder, TINY if tiny else SIZES, device)
+    own: dict[str, Any] = {"kernels": "torch"} if device == "torch" else {"device": device}
+    return LLM(folder, max_model_len=2048, **own)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("out/models"), help="folder for the model")
@@ -132,12 +141,8 @@ def main() -> int:
     parser.add_argument("--edge", type=int, default=560, help="pixels of an edge of the images")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the same architecture")
     options = parser.parse_args()
-    folder = options.models / f"qwen3-vl-{'tiny' if options.tiny else '8b'}"
-    if not folder.exists():
-        write_model(folder, TINY if options.tiny else SIZES, options.device)
-    own: dict[str, Any] = {"kernels": "torch"} if options.device == "torch" else {"device": options.device}
     began = time.perf_counter()
-    with LLM(folder, max_model_len=2048, **own) as llm:
+    with open_model(options.models, options.device, tiny=options.tiny) as llm:
         print(json.dumps({"row": "start", "seconds": round(time.perf_counter() - began, 1)}), flush=True)
         print(json.dumps(first_tokens(llm, options.rounds, options.edge)), flush=True)
         count, new = (4, 8) if options.tiny else (64, 128)

@@ -14,10 +14,11 @@ from bifolio.arrays import array_namespace
 from bifolio.kernels.interface import Array, Batch, KernelSet
 from bifolio.model.image_rows import PLAIN_ROWS as PLAIN_ROWS
 from bifolio.model.image_rows import RowLayout as RowLayout
+from bifolio.model.vision.decoding import Pixels as Pixels
+from bifolio.model.vision.decoding import pixels_of
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.quant.tensor import QuantizedTensor
 
-Pixels = NDArray[np.uint8]  # u8[height, width, 3]
 Fixed: TypeAlias = tuple[Array, ...]  # arrays that follow from the size of a tile, of its positions above all
 
 
@@ -26,6 +27,7 @@ class Picture(NamedTuple):
 
     text: str  # in place of the placeholder in a prompt, with one `Vision.row_token` for each row
     tiles: tuple[Pixels, ...]  # inputs of the tower, in the order of their rows
+    digests: tuple[bytes, ...] = ()  # of the tiles (`Vision.digest`), where they are known
 
 
 class Cut(NamedTuple):
@@ -98,9 +100,13 @@ class Vision(ABC):
     row_token: int  # the token that stands for one row
     both_ways: bool = False  # the tokens of a tile see all of them
 
-    @abstractmethod
     def read(self, image: Any) -> Picture:
-        """The tiles and the text of a `PIL.Image`, as the processor of the model makes them."""
+        """The tiles and the text of a `PIL.Image` or u8[height, width, 3], as the processor of the model makes them."""
+        return self.picture(pixels_of(image))
+
+    @abstractmethod
+    def picture(self, pixels: Pixels) -> Picture:
+        """The tiles and the text of an image."""
 
     @abstractmethod
     def num_rows(self, pixels: Pixels) -> int:
@@ -121,7 +127,7 @@ class Vision(ABC):
     def digest(self, pixels: Pixels) -> bytes:
         """Of the pixels and of everything that decides how the tower reads them."""
         found = blake2b(repr((self, pixels.shape)).encode(), digest_size=16, person=b"bifolio-image")
-        found.update(np.ascontiguousarray(pixels).tobytes())
+        found.update(np.ascontiguousarray(pixels))
         return found.digest()
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import pooled, square_rows
-from bifolio.model.vision.processing import BILINEAR, Processor, as_rgb, resized
+from bifolio.model.vision.processing import Processor
+from bifolio.model.vision.resampling import BILINEAR
 from bifolio.model.vision.siglip import Siglip, SiglipSizes
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
@@ -34,8 +35,8 @@ class Gemma3Vision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        pixels = resized(as_rgb(image), self.height, self.width, self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, self.height, self.width, self.resample)
         return Picture(f"\n\n{BEGIN}{ROW * self.tokens}{END}\n\n", (pixels,))
 
     def num_rows(self, pixels: Pixels) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +15,11 @@ from numpy.typing import NDArray
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm, Rotation
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.gemma4_layers import Gemma4Sizes, Positions, channels_first, tower_layer
 from bifolio.model.vision.layers import TowerLayer, grid_rotation, pooled, rope_frequencies, square_rows
-from bifolio.model.vision.processing import BICUBIC, Processor, as_rgb, resized
+from bifolio.model.vision.processing import Processor
+from bifolio.model.vision.resampling import BICUBIC
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Tower, Vision
 from bifolio.quant.tensor import QuantizedTensor
@@ -38,9 +39,8 @@ class Gemma4Vision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        rgb = as_rgb(image)
-        pixels = resized(rgb, *self.fitting(rgb.height, rgb.width), self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, *self.fitting(*pixels.shape[:2]), self.resample)
         return Picture(f"{BEGIN}{ROW * self.num_rows(pixels)}{END}", (pixels,))
 
     def fitting(self, height: int, width: int) -> tuple[int, int]:

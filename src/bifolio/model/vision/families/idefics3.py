@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +11,10 @@ from numpy.typing import NDArray
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import square_rows
-from bifolio.model.vision.processing import LANCZOS, Processor, as_rgb
+from bifolio.model.vision.processing import Processor
+from bifolio.model.vision.resampling import LANCZOS
 from bifolio.model.vision.siglip import Siglip, SiglipSizes
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
@@ -37,26 +38,22 @@ class Idefics3Vision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        rgb, tile = as_rgb(image), self.sizes.image_size
-        rgb = self._resized(rgb, *longest(rgb.height, rgb.width, self.longest_edge))
+    def picture(self, pixels: Pixels) -> Picture:
+        tile = self.sizes.image_size
+        pixels = resized(pixels, *longest(*pixels.shape[:2], self.longest_edge), self.resample)
         if not self.splits:
-            return Picture(self._text(0, 0), (np.asarray(self._resized(rgb, tile, tile)),))
-        height, width = whole_tiles(rgb.height, rgb.width, tile)
-        rgb = self._resized(rgb, height, width)
+            return Picture(self._text(0, 0), (resized(pixels, tile, tile, self.resample),))
+        height, width = whole_tiles(*pixels.shape[:2], tile)
+        pixels = resized(pixels, height, width, self.resample)
         if max(height, width) <= tile:
-            return Picture(self._text(0, 0), (np.asarray(rgb),))
-        pixels = np.asarray(rgb)
+            return Picture(self._text(0, 0), (pixels,))
         rows, columns = height // tile, width // tile
         parts = [
             np.ascontiguousarray(pixels[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile])
             for row in range(rows)
             for column in range(columns)
         ]
-        return Picture(self._text(rows, columns), (*parts, np.asarray(self._resized(rgb, tile, tile))))
-
-    def _resized(self, image: Any, height: int, width: int) -> Any:
-        return image.resize((width, height), resample=self.resample)
+        return Picture(self._text(rows, columns), (*parts, resized(pixels, tile, tile, self.resample)))
 
     def _text(self, rows: int, columns: int) -> str:
         image = ROW * self.num_tile_rows

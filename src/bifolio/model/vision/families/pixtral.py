@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, AttentionShape, Batch, KernelSet, Linear, Norm, Rotation
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import TowerLayer, grid_rotation, rope_frequencies, square_rows
-from bifolio.model.vision.processing import BICUBIC, CLIP_MEAN, CLIP_STD, Processor, as_rgb, resized
+from bifolio.model.vision.processing import CLIP_MEAN, CLIP_STD, Processor
+from bifolio.model.vision.resampling import BICUBIC
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
@@ -83,9 +85,8 @@ class PixtralVision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        rgb = as_rgb(image)
-        pixels = resized(rgb, *self.fitting(rgb.height, rgb.width), self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, *self.fitting(*pixels.shape[:2]), self.resample)
         lines, rows = (edge // self.square for edge in pixels.shape[:2])
         return Picture(BREAK.join([ROW * rows] * lines) + END, (pixels,))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import Array, AttentionShape, Batch, KernelSet, Linear, Norm, Rotation, Routing
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import TowerLayer, grid_rotation, rope_frequencies
-from bifolio.model.vision.processing import BICUBIC, CLIP_MEAN, CLIP_STD, Processor, as_rgb, resized
+from bifolio.model.vision.processing import CLIP_MEAN, CLIP_STD, Processor
+from bifolio.model.vision.resampling import BICUBIC
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.model.vision.tower import Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
@@ -73,10 +75,8 @@ class QwenVision(Vision):
     normalisation: Normalisation
     sections: tuple[int, ...]  # frequencies of each position, interleaved
 
-    def read(self, image: Any) -> Picture:
-        rgb = as_rgb(image)
-        height, width = self.fitting(rgb.height, rgb.width)
-        pixels = resized(rgb, height, width, self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, *self.fitting(*pixels.shape[:2]), self.resample)
         return Picture(PAD * self.num_rows(pixels), (pixels,))
 
     def fitting(self, height: int, width: int) -> tuple[int, int]:
