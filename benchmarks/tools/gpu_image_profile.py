@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tools.first_token_of_an_image import picture
-from benchmarks.tools.gpu_images import MARKS, open_model, with_image
+from benchmarks.tools.gpu_images import MARKS, open_model, print_figures, with_image
 from bifolio import LLM, SamplingParams
 from bifolio.model.vision.decoding import pixels_of
 from bifolio.model.vision.pictures import Pictures
@@ -157,8 +157,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or torch: torch's kernels on the CPU")
     parser.add_argument("--edge", type=int, default=560, help="pixels of an edge of the images")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the same architecture")
+    parser.add_argument("--figures", action="store_true", help="first the figures of gpu_images")
     options = parser.parse_args()
     with open_model(options.models, options.device, tiny=options.tiny) as llm:
+        if options.figures:
+            print_figures(llm, 9, options.edge, tiny=options.tiny)
         print_profile(llm, options.edge, 4 if options.tiny else 64, on_gpu=options.device != "torch")
     return 0
 
