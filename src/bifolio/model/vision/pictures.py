@@ -29,7 +29,7 @@ class Pictures:
     def read(self, image: Any) -> Picture:
         """The picture of a `PIL.Image` or u8[height, width, 3]."""
         pixels = pixels_of(image)
-        key = blake2b(pixels, digest_size=16, salt=_words(pixels.shape[:2])).digest()
+        key = blake2b(pixels.data, digest_size=16, salt=_words(pixels.shape[:2])).digest()
         found = self.known(key)
         if found is None:
             found = self.put(key, self.vision.picture(pixels))

@@ -26,7 +26,7 @@ class Taps(NamedTuple):
     """The inputs of each output along one edge, and their weights."""
 
     first: NDArray[np.int32]  # i32[outputs]
-    count: NDArray[np.int32]  # i32[outputs]
+    counts: NDArray[np.int32]  # i32[outputs]
     weights: NDArray[np.int32]  # i32[outputs, most]
 
 

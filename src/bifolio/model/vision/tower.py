@@ -127,7 +127,7 @@ class Vision(ABC):
     def digest(self, pixels: Pixels) -> bytes:
         """Of the pixels and of everything that decides how the tower reads them."""
         found = blake2b(repr((self, pixels.shape)).encode(), digest_size=16, person=b"bifolio-image")
-        found.update(np.ascontiguousarray(pixels))
+        found.update(np.ascontiguousarray(pixels).data)
         return found.digest()
 
 

@@ -39,11 +39,12 @@ class Idefics3Vision(Vision):
     normalisation: Normalisation
 
     def picture(self, pixels: Pixels) -> Picture:
-        tile = self.sizes.image_size
-        pixels = resized(pixels, *longest(*pixels.shape[:2], self.longest_edge), self.resample)
+        tile, (height, width, _) = self.sizes.image_size, pixels.shape
+        height, width = longest(height, width, self.longest_edge)
+        pixels = resized(pixels, height, width, self.resample)
         if not self.splits:
             return Picture(self._text(0, 0), (resized(pixels, tile, tile, self.resample),))
-        height, width = whole_tiles(*pixels.shape[:2], tile)
+        height, width = whole_tiles(height, width, tile)
         pixels = resized(pixels, height, width, self.resample)
         if max(height, width) <= tile:
             return Picture(self._text(0, 0), (pixels,))
