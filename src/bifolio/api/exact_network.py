@@ -4,8 +4,8 @@ On the CPU each operation is computed twice: by torch, which knows its gradient,
 the next operation reads. So the values of a pass are those of the engine to the last bit, and its gradients are those
 of torch at these values.
 
-On a GPU the engine's kernels fuse operations, so the whole pass is computed twice: the logprobs are those of the engine,
-and their gradients those of torch's own pass.
+On a GPU the engine's kernels fuse operations, so the whole pass is computed twice: the logprobs are the engine's, and
+their gradients those of torch's own pass.
 """
 
 from __future__ import annotations
