@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def largest_gap(times: Times, start: float, end: float) -> float:
     gaps = [
         later - earlier
         for own in times.values()
-        for earlier, later in zip(own, own[1:], strict=False)
+        for earlier, later in pairwise(own)
         if later >= start and earlier <= end
     ]
     return round(1e3 * max(gaps, default=0.0), 1)
@@ -131,7 +132,8 @@ def served(store: ModelStore, options: dict[str, Any]) -> Iterator[dict[str, Any
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "bifolio", "serve", "--model", str(folder), "--port", str(port), "--device",
-               options["device"], "--max-model-len", str(LONGEST + 200), "--enable-sleep-mode", "--allow-updates"]  # fmt: skip
+               options["device"], "--max-model-len", str(LONGEST + 200), "--enable-sleep-mode",
+               "--allow-updates"]  # fmt: skip
     with (store.folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
