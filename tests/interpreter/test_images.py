@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "vision"))
 pytest.importorskip("PIL")
 
+from bifolio.engine.tile_passes import TilePasses
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from image_requests import (
     worst_error,
 )
 
+TILES = [(32, 48, 3), (48, 32, 3), (32, 48, 3), (48, 32, 3), (32, 48, 3)]
 FEW = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
 
 
@@ -91,3 +94,28 @@ def test_chunks_with_images_are_captured_steps(name: str, monkeypatch: pytest.Mo
         assert kind == "reference" or (passes and all(passes))
         found[kind] = [outputs_of(request) for request in requests]
     assert found["triton"] == found["reference"]
+
+
+def test_a_size_that_comes_again_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are those of the pass kernel by kernel, also when tiles of other sizes came in between."""
+    kernels, tower = TritonKernels("cpu", "f32"), loaded("qwen3_vl").tower
+    assert tower is not None
+    tower = tower.prepared(kernels.for_towers)
+    passes, captured = TilePasses(tower, kernels), []
+    capture = kernels.capture
+
+    def counted(run: Any, x: Any) -> Any:
+        captured.append(tuple(x.shape))
+        return capture(run, x)
+
+    monkeypatch.setattr(kernels, "capture", counted)
+    tiles = [np.random.default_rng(seed).integers(0, 256, size, np.uint8) for seed, size in enumerate(TILES)]
+    found = [passes.rows(tile) for tile in tiles]
+    assert captured == [TILES[0], TILES[1]]
+    for tile, rows in zip(tiles, found, strict=True):
+        expected = TilePasses(tower, kernels).rows(tile)
+        np.testing.assert_array_equal(kernels.to_host(rows), kernels.to_host(expected))
+    few = TilePasses(tower, kernels, most_bytes=1)
+    for tile in tiles[:4]:
+        few.rows(tile)
+    assert len(captured) == 2

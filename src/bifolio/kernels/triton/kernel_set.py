@@ -65,6 +65,7 @@ from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.text_graphs import TextGraphs
+from bifolio.kernels.triton.towers import TowerKernels
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -92,7 +93,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             if device.startswith("cuda")
             else INTERPRETED_PROCESSORS
         )
-        self._torch = TorchKernels(device, dtype)
+        self._torch, self._towers = TorchKernels(device, dtype), TowerKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
         self._products = Products(
             self._weights, self.dtype, deterministic=deterministic,
@@ -118,8 +119,8 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         return super().with_rows(tensor(x), parts)
 
     @property
-    def for_towers(self) -> TorchKernels:
-        return self._torch
+    def for_towers(self) -> TowerKernels:
+        return self._towers
 
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
