@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("PIL")
 
+from vision_models import idefics3_model, picture, qwen3_vl_model
+
 from bifolio.errors import RequestError
 from bifolio.model.loader import open_text_model
 from bifolio.model.vision.pictures import Pictures, file_key
 from bifolio.model.vision.tower import Picture, Vision
-from vision_models import idefics3_model, picture, qwen3_vl_model
 
 pytestmark = pytest.mark.full  # the models are written by transformers
 
