@@ -108,7 +108,7 @@ def pauses(store: ModelStore, options: dict[str, Any]) -> Iterator[dict[str, Any
         with streaming(llm, STREAMS, LONGEST) as times:
             yield {"row": "pause, folder", **timed_update(times, lambda: llm.load_weights(other))}
         for place in ("cpu", options["device"]):
-            tensors = {}
+            tensors: dict[str, Any] = {}
             for file in sorted(other.glob("*.safetensors")):
                 tensors |= load_file(str(file), device=place)
             with streaming(llm, STREAMS, LONGEST) as times:
@@ -211,7 +211,8 @@ def exact(store: ModelStore, options: dict[str, Any]) -> Iterator[dict[str, Any]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             for prompt, output in zip(prompts, outputs, strict=True):
                 ids, answer = prompt["prompt_token_ids"], output.outputs[0].token_ids
-                scored = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, answer, strict=True)]
+                entries = output.outputs[0].logprobs or []
+                scored = [entry[token].logprob for entry, token in zip(entries, answer, strict=True)]
                 tokens = torch.tensor([[*ids, *answer]], device=model.device)
                 found = model.token_logprobs(tokens, exact=True)[0, len(ids) - 1 :].tolist()
                 worst = max(worst, *(abs(one - other) for one, other in zip(found, scored, strict=True)))
