@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,18 @@ def test_several_images_keep_their_order_and_their_error() -> None:
         np.testing.assert_array_equal(found.tiles[0], tile)
     with pytest.raises(RequestError, match="not 3"):
         pictures.read_all([*images, 3])
+
+
+def test_files_are_decoded_once() -> None:
+    vision, pictures = new_pictures(qwen3_vl_model)
+    data = io.BytesIO()
+    picture(64, 64, 1).save(data, "PNG")
+    first = pictures.read(data.getvalue())
+    assert first.digests == pictures.read(picture(64, 64, 1)).digests
+    assert pictures.read(data.getvalue()) is first
+    assert vision.count == 2
+    with pytest.raises(RequestError, match="none of PNG"):
+        pictures.read(b"no image")
 
 
 def test_files_are_known_to_their_owner() -> None:

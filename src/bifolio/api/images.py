@@ -120,7 +120,7 @@ def image_of_file(path: Path) -> Any:
 
 
 def taken_out(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
-    """The messages as templates read them, and their images in order."""
+    """The messages as templates read them, and their images in order: bytes of files where they are data URLs."""
     found: list[Message] = []
     images: list[Any] = []
     for message in messages:
@@ -148,4 +148,4 @@ def _image_of(part: Any) -> Any | None:
         return None
     if isinstance(image, Mapping):
         image = image.get("url")
-    return decoded(data_of(image)) if isinstance(image, str) else image
+    return data_of(image) if isinstance(image, str) else image

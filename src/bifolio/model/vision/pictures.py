@@ -10,7 +10,7 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any
 
-from bifolio.model.vision.decoding import pixels_of
+from bifolio.model.vision.decoding import decoded, pixels_of
 from bifolio.model.vision.tower import Picture, Vision
 
 MOST_BYTES = 64 << 20  # of the pixels of known pictures; the last one is kept even if it is larger
@@ -27,7 +27,10 @@ class Pictures:
         self._lock = Lock()
 
     def read(self, image: Any) -> Picture:
-        """The picture of a `PIL.Image` or u8[height, width, 3]."""
+        """The picture of a `PIL.Image`, u8[height, width, 3], or the bytes of a file."""
+        if isinstance(image, bytes):
+            key = file_key(image, "")
+            return self.known(key) or self.put(key, self.vision.picture(pixels_of(decoded(image))))
         pixels = pixels_of(image)
         key = blake2b(pixels.data, digest_size=16, salt=_words(pixels.shape[:2])).digest()
         found = self.known(key)
