@@ -80,6 +80,9 @@ class HostArrays:
     def use_arena(self) -> None:
         """Do nothing: pages of the host can be given back as they are."""
 
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        return None
+
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         return None
 

@@ -215,6 +215,7 @@ class SplitNetwork:
     prompt_segment: Callable[[int], AttentionSegment]  # of one sequence, by number of queries
     tap_width: int = 0  # of the rows that `hidden` gives out beside its result (`Batch.taps`)
     given_width: int = 0  # of the rows that `hidden` reads beside its tokens (`Batch.given`)
+    rows_width: int = 0  # of those that it can read in place of embeddings; 0: it reads tokens alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +333,14 @@ class KernelSet(Operations, Protocol):
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         """The network as a program for one phase; None: the operations are called one by one."""
+        ...
+
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        """`run` as one launch, for arrays of the shape and type of `x`; None: its operations are called one by one.
+
+        `run` copies nothing from the host, and reads the same arrays beside its argument in each call. The result is
+        the caller's.
+        """
         ...
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:

@@ -171,6 +171,9 @@ class TorchArrays:
             logger.warning("this engine cannot sleep: %s", error)
 
     # -- whole steps --------------------------------------------------------------------------------------
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        return None
+
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         return None
 

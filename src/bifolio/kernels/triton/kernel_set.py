@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,8 @@ from bifolio.kernels.triton.choice import TritonChoice
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.expert_stream import ExpertStream
+from bifolio.kernels.triton.graphs.captured_function import CapturedFunction
+from bifolio.kernels.triton.graphs.graph_cache import GraphCache
 from bifolio.kernels.triton.head_products import head_products
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
@@ -66,6 +68,7 @@ from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.step.texts import TextSteps
+from bifolio.kernels.triton.towers import TowerKernels
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -93,7 +96,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             if device.startswith("cuda")
             else INTERPRETED_PROCESSORS
         )
-        self._torch = TorchKernels(device, dtype)
+        self._torch, self._towers = TorchKernels(device, dtype), TowerKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
         self._products = Products(
             self._weights, self.dtype, deterministic=deterministic,
@@ -103,6 +106,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
         self._expert_stream: ExpertStream | None = None  # of experts on the host
+        self._captured: GraphCache | None = None  # of captured functions
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -119,8 +123,8 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         return super().with_rows(tensor(x), parts)
 
     @property
-    def for_towers(self) -> TorchKernels:
-        return self._torch
+    def for_towers(self) -> TowerKernels:
+        return self._towers
 
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
@@ -141,6 +145,10 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         if not is_encoder or network.split is None or (self.ranks is not None and self.ranks.size > 1):
             return None
         return TextSteps(self, network, network.split)
+
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        self._captured = self._captured or GraphCache(self.device)
+        return CapturedFunction(self._captured, run, tensor(x))
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
