@@ -74,7 +74,7 @@ struct Block {
     std::vector<ucontext_t> contexts;
     std::vector<std::unique_ptr<u8[]>> stacks;
     std::vector<char> done;
-    Barrier all, some;
+    Barrier all, some, others;
     std::vector<Barrier> warps;
     std::vector<u32> exchanged;  // [warps, 8, 32]
     std::map<u32, TransferBarrier> transfers;
@@ -229,6 +229,15 @@ static void copy_bulk(u32 target, const u8 *source, u32 bytes, u32 barrier) {
 }
 static void copy_passing(u32 target, const u8 *source, u32 bytes, u32 barrier) { copy_bulk(target, source, bytes, barrier); }
 template <int THREADS> static void sync_threads() { wait_for(block->some, THREADS); }
+template <int THREADS> static void sync_others() { wait_for(block->others, THREADS); }
+
+static void add_arrival(int *count) { __atomic_fetch_add(count, 1, __ATOMIC_RELEASE); }
+static int add_departure(int *count) { return __atomic_fetch_add(count, 1, __ATOMIC_ACQ_REL); }
+static void wait_arrivals(const int *count, int wanted) {
+    while (__atomic_load_n(count, __ATOMIC_ACQUIRE) < wanted) ++block->progress, yield();  // others run
+}
+static float fresh_load(const float *source) { return *source; }
+static void prefetch(const void *) {}
 
 static u32 cluster_rank() { return block->rank; }
 static void cluster_arrive() {

@@ -9,7 +9,7 @@ from importlib import resources
 import pytest
 
 TOGETHER = {
-    "row_product": ("common", "activations"),
+    "row_product": ("common", "activations", "row_changes"),
     "rows_product": ("common", "activations"),
     "row_attention": ("common",),
     "row_delta": ("common", "activations"),

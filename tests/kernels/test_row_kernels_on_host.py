@@ -43,6 +43,7 @@ class HostModule:
 
     def __init__(self, parts: tuple[str, ...], constants: dict[str, int]) -> None:
         self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
+        self.waits = constants.get("THIN_WIDTH", 0) > 0  # for other thread blocks: all run at the same time
         folder = resources.files("bifolio.kernels.cuda")
         texts = [folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts if part != "common"]
         defines = "".join(f"#define {name} {int(value)}\n" for name, value in constants.items())
@@ -56,7 +57,7 @@ class HostModule:
         assert pdl
         assert shared_bytes <= row_product.SHARED_BYTES
         places = ", ".join(f"Word{{words[{i}]}}" for i in range(len(arguments)))
-        call = CALL.format(cluster=self.cluster, name=self.name, arguments=places)
+        call = CALL.format(cluster=grid[0] if self.waits else self.cluster, name=self.name, arguments=places)
         library = _compiled(self.source + call, self.folder)
         words = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
         sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
@@ -236,6 +237,55 @@ def check_rows(count: int, outputs: int, depth: int, extra: str) -> None:
         expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     exact = norm is None or count <= 4
     close(out, expected if residual is None else expected + residual, 2e-5 if exact else 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("widths", "depth", "extra", "ranks"),
+    [
+        ((40, 24), 320, "norm", (16, 16)), ((48, 48), 136, "gated", (16, 32)), ((104,), 264, "residual", (16,)),
+        ((32, 16, 16), 2048, "norm", (0, 48, 16)), ((24, 24), 96, "gated", (0, 16)), ((64,), 512, "fp8", (16,)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_a_product_with_the_change_of_an_adapter(
+    widths: tuple[int, ...], depth: int, extra: str, ranks: tuple[int, ...], has_adapter: bool
+) -> None:
+    """Parts of several ranks, and some that the adapter leaves alone; a bias of the last part."""
+    gated, rows, parts = extra == "gated", sum(widths), len(widths)
+    weight, stream = normal(1, rows, depth, scale=depth**-0.5), normal(2, 1, depth, dtype=torch.float32)
+    norm = None if extra in ("residual", "fp8") else Norm(normal(3, depth), None, 1e-5)
+    x = stream.to(torch.bfloat16) if norm is None else stream
+    residual = normal(5, 1, rows, dtype=torch.float32) if extra == "residual" else None
+    dense, scales = weight.float(), None
+    if extra == "fp8":
+        weight, scales = (weight * 64).to(torch.float8_e4m3fn), normal(6, rows, dtype=torch.float32).abs()
+        dense = weight.float() * scales[:, None]
+    truth = x.float() if norm is None else REFERENCE.norm(x, norm)
+    expected, pieces, end = truth @ dense.T, [normal(9, 64)], 64
+    table = torch.full((3, 2 + parts, 4), -1)
+    for part, (width, rank) in enumerate(zip(widths, ranks, strict=True)):
+        down, up, bias = normal(10, rank, depth, scale=depth**-0.5), normal(11 + part, width, rank), normal(20, width)
+        has_bias = rank > 0 and part == parts - 1
+        down_place, up_place, bias_place = end, end + down.numel(), end + down.numel() + up.numel()
+        table[1, 2 + part] = torch.tensor([down_place, up_place, bias_place if has_bias else -(1 << 62), rank])
+        pieces += [down.reshape(-1), up.reshape(-1), bias, torch.zeros(-width % 64, dtype=torch.bfloat16)]
+        end = bias_place + width + -width % 64
+        if has_adapter and rank:
+            change = truth @ down.float().T @ up.float().T + (bias.float() if has_bias else 0.0)
+            expected[:, sum(widths[:part]) : sum(widths[: part + 1])] += change
+    starts = torch.tensor([sum(widths[:part]) for part in range(parts)] + [2**31 - 1] * (16 - parts), dtype=torch.int32)
+    groups = torch.tensor([1, 1] if has_adapter else [-1, 0], dtype=torch.int32)
+    own = row_product.RowChange(torch.cat(pieces), table, groups, starts, 2, parts, 64)
+    options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": 5, "change": own}
+    assert row_product.can_multiply(x, weight, gated=gated, **options)
+    for _ in range(2):  # the count of arrivals is 0 again
+        out = row_product.row_product(
+            x, weight, bias=None, activation=0 if gated else -1, out_dtype=torch.float32, row_scales=scales, **options
+        )
+        result = expected
+        if gated:
+            result = torch.nn.functional.silu(expected[:, : rows // 2]) * expected[:, rows // 2 :]
+        close(out, result if residual is None else result + residual, 2e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,17 @@ from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc, rows_product
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
-from bifolio.kernels.cuda.row_product import SHARED_BYTES, TENSOR_DEPTH, WARPS, can_multiply, plan_of, row_product
+from bifolio.kernels.cuda.row_product import (
+    AIDES,
+    HELPERS,
+    SHARED_BYTES,
+    TENSOR_DEPTH,
+    WARPS,
+    RowChange,
+    can_multiply,
+    plan_of,
+    row_product,
+)
 from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
 
 SHAPE = AttentionShape(0, 8, 2, 64, 0.125)
@@ -168,7 +178,8 @@ class Recorder:
         self.grid, self.block, self.arguments, self.shared_bytes = tuple(grid), block, tuple(arguments), shared_bytes
 
     def source(self) -> str:
-        return resources.files("bifolio.kernels.cuda").joinpath(f"{self.parts[-1]}.cu").read_text("utf-8")
+        folder = resources.files("bifolio.kernels.cuda")
+        return "".join(folder.joinpath(f"{part}.cu").read_text("utf-8") for part in self.parts)
 
     def check(self) -> None:
         """The source uses all constants, and the arguments have the types of its parameters."""
@@ -207,6 +218,24 @@ def test_the_launch_of_a_product(rows: int, depth: int, gated: bool, recorder: R
     own = recorder.constants
     assert (own["IS_NORMED"], own["IS_SCALE_WIDE"], own["IS_X_WIDE"], own["IS_OUT_WIDE"]) == (True, False, True, False)
     assert (own["HAS_BIAS"], own["IS_BIAS_WIDE"], own["HAS_RESIDUAL"], own["IS_FIRST"]) == (True, True, False, False)
+
+
+def test_the_launch_of_a_product_with_an_adapter(recorder: Recorder) -> None:
+    x, weight = torch.zeros(1, 4096), torch.zeros(28672, 4096, dtype=torch.bfloat16)
+    integers = torch.zeros(16, dtype=torch.int32)
+    change = RowChange(weight, torch.zeros(3, 7, 4, dtype=torch.int64), integers, integers, 4, 2, 16)
+    options: dict[str, Any] = {"norm": None, "residual": None, "num_processors": 132, "change": change}
+    assert can_multiply(x, weight, gated=True, **options)
+    row_product(x, weight, bias=None, activation=0, out_dtype=torch.bfloat16, **options)
+    recorder.check()
+    assert recorder.block == 32 * (WARPS + 1 + AIDES)
+    assert (recorder.constants["THIN_WIDTH"], recorder.constants["THIN_PARTS"]) == (16, 2)
+    assert recorder.arguments[-3:] == (4, 7, HELPERS)
+    plain = plan_of(28672, 4096, gated=True, num_processors=132)
+    assert plain is not None
+    count = -(-plain.units // plain.grid)
+    assert recorder.shared_bytes == plain.shared_bytes + 4 * (2 * count * plain.unit + 32)
+    assert not can_multiply(x, weight, gated=True, **{**options, "change": replace(change, base=weight.float())})
 
 
 def test_operands_that_the_product_does_not_know(recorder: Recorder) -> None:

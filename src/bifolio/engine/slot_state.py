@@ -163,12 +163,15 @@ class SlotState:
         """The plan's batch; tokens that a launched step samples are -1."""
         return HostBatch.from_plan(plan, readout, self.tables, self._newest, self._blocks.block_size)
 
-    def run_on_device(self, plan: StepPlan, batch: HostBatch) -> Array | None:
-        """Logits of a step with prompts or drafts that the device has captured; None if it has not."""
+    def run_on_device(self, plan: StepPlan, batch: HostBatch, given: Array | None = None) -> Array | None:
+        """Logits of a step with prompts or drafts that the device has captured; None if it has not.
+
+        `given`: rows in place of the embeddings of all tokens, [t, width]; None: no token is of an image.
+        """
         if self.device is None:
             return None
         slots = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
-        return self.device.prompt_logits(batch.on_host(), slots)
+        return self.device.prompt_logits(replace(batch.on_host(), given=given), slots)
 
     def states_on_device(self, batch: HostBatch) -> Array:
         """f32[t, taps * d]: the hidden states that the pass of `run_on_device` gave out."""

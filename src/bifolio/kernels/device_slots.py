@@ -187,8 +187,8 @@ class DeviceSlots(Protocol):
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
         """f32[r, vocab]: a step with prompts or drafts, without sampling. None: it is not captured.
 
-        The arrays of `batch` are on the host. `slots` (i32[n]) hold its sequences; -1 among the tokens of decodes
-        stands for the newest token of the slot. The logits are valid until the next launch.
+        The arrays of `batch` are on the host, but for `given`. `slots` (i32[n]) hold its sequences; -1 among the
+        tokens of decodes stands for the newest token of the slot. The logits are valid until the next launch.
         """
         ...
 

@@ -1,6 +1,6 @@
 // A row times a matrix in bf16, or in FP8 (E4M3) with a scale for each row, with the operations before and after:
 //
-//     out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
+//     out = act(norm(x) @ weight.T + bias + changes of an adapter) + residual          (each part optional)
 //
 // A thread block owns every gridDim.x-th unit of UNIT rows (gated: half of them gates, half their up projections). One
 // warp copies units into a ring of STAGES units in shared memory by bulk copies, before the inputs are there: a kernel
@@ -13,7 +13,8 @@
 //
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then if BY_TENSOR),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
-// HAS_RESIDUAL, IS_RESIDUAL_WIDE (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts).
+// HAS_RESIDUAL, IS_RESIDUAL_WIDE (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there),
+// CHOICES (0: no experts), THIN_WIDTH, THIN_PARTS, AIDES (`row_changes.cu`).
 constexpr bool IS_GATED = ACTIVATION >= 0;
 constexpr bool IS_UP = CHOICES > 0 && IS_GATED, IS_DOWN = CHOICES > 0 && !IS_GATED;  // of experts
 constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;             // of a unit
@@ -22,7 +23,7 @@ constexpr int BYTES = IS_FP8 ? 1 : 2;                            // of a weight
 constexpr int ROW_BYTES = SEGMENT * BYTES;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32, ALL_THREADS = THREADS + (IS_ADAPTED ? AIDE_THREADS : 0);  // that add the results
 
 __device__ __forceinline__ float number(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
@@ -212,13 +213,16 @@ template <class A, class B> struct Either<false, A, B> {
     typedef B type;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
+extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
     const void *x, const u8 *weight, const void *scales, const void *bias, const void *residual, const int *experts,
-    const float *shares, void *out, int outputs, int units, float eps, const float *row_scales) {
+    const float *shares, void *out, int outputs, int units, float eps, const float *row_scales,
+    const u16 *base, const long long *table, const int *groups, const int *starts, float *thin_sums, int *arrivals,
+    int first_entry, int num_entries, int helpers) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
     float *squares = (float *)(memory + STAGES * UNIT_BYTES + STAGES * 16), *sums = squares + WARPS;  // [count, UNIT, WARPS]
+    float *changes = sums + count * UNIT * WARPS, *biases = changes + count * UNIT;  // [count, UNIT]
 
     // By all lanes of the last warp. Units of padded rows are copied row by row, others at once (gated: in two copies).
     int chosen = 0, per_expert = outputs / OUTPUTS;  // expert of choice `lane`; units of an expert
@@ -266,6 +270,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         }
         return;
     }
+    if (IS_ADAPTED && warp > WARPS) {
+        find_changes(
+            x, scales, base, table, groups, starts, thin_sums, arrivals, first_entry, num_entries, helpers, count,
+            biases + count * UNIT, changes, biases);
+        sync_threads<ALL_THREADS>();
+        return;
+    }
 
     Either<BY_TENSOR, Fragments, Lanes>::type part;
     if (IS_NORMED) part.read_factors(scales);
@@ -295,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             if (lane == 0) arrive(empty + i % STAGES * 8);
         }
     }
-    sync_threads<THREADS>();
+    sync_threads<ALL_THREADS>();
     float factor = 1.0f;
     if (IS_NORMED) {
         float all = 0.0f;
@@ -314,12 +325,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         for (int w = 0; w < WARPS; ++w) result += from[w];
         result *= factor;
         if (IS_FP8) result *= own == threadIdx.x ? own_scale : row_scales[output];
+        int change = own / OUTPUTS * UNIT + own % OUTPUTS;
+        if (IS_ADAPTED) result += changes[change] * factor + biases[change];
         if (HAS_BIAS) result += bias_of(output);
         if (IS_GATED) {
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) up += from[OUTPUTS * WARPS + w];
             up *= factor;
             if (IS_FP8) up *= own == threadIdx.x ? up_scale : row_scales[outputs + output];
+            if (IS_ADAPTED) up += changes[change + OUTPUTS] * factor + biases[change + OUTPUTS];
             if (HAS_BIAS) up += bias_of(outputs + output);
             result = gated(result, up, ACTIVATION);
             if (IS_UP) result *= shares[(blockIdx.x + own / OUTPUTS * gridDim.x) / per_expert];

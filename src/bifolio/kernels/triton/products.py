@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda import row_product, rows_product
+from bifolio.kernels.cuda.row_product import RowChange, can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.triton import fp8, fp8_rows, quantised
+from bifolio.kernels.triton.adapter_changes import Change
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import few_rows
@@ -53,6 +54,48 @@ class Products:
             return self._multiply(product, None, None, torch.float32)
         return tensor(product.compute(product, None, None))
 
+    def adds_changes(self, product: Product, is_divided: bool) -> bool:
+        """Whether the kernel of a product adds the changes of adapters to its sums itself.
+
+        `is_divided`: each tile of its columns belongs to one part. Never in deterministic mode: there the order of the
+        sums of a row may not depend on the adapters of other rows.
+        """
+        weight = product.linear.prepared[0] if product.linear.prepared is not None else None
+        return (
+            is_divided
+            and product.compute == self._multiply
+            and not self._deterministic
+            and product.rows > 1
+            and isinstance(weight, torch.Tensor | Fp8Weight)
+            and not (isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype))
+        )
+
+    def adds_row_change(
+        self, product: Product, change: RowChange, activation: str | None, residual: torch.Tensor | None
+    ) -> bool:
+        """The same for one row, whose kernel computes the thin values, too."""
+        weight = product.linear.prepared[0] if product.linear.prepared is not None else None
+        if (
+            product.compute != self._multiply
+            or self._deterministic
+            or not self._num_processors
+            or not isinstance(weight, torch.Tensor | Fp8Weight)
+            or (activation is not None and change.parts != 2)
+        ):
+            return False
+        values, _, group = fp8.parts_of(weight)
+        x, own = _operand(product)
+        return group in (0, values.shape[1]) and can_multiply(
+            x, values, norm=own, residual=residual, gated=activation is not None, num_processors=self._num_processors,
+            change=change,
+        )  # fmt: skip
+
+    def changed(
+        self, product: Product, change: Change | RowChange, activation: str | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A product with the changes of adapters; thin values of several rows were launched just before."""
+        return self._multiply(product, activation, residual, change=change)
+
     def _is_ours(self, rows: int, linear: Linear) -> bool:
         """Whether our own kernels multiply, with the operations before and after fused in.
 
@@ -76,6 +119,7 @@ class Products:
         activation: str | None,
         residual: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        change: Change | RowChange | None = None,
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
@@ -83,43 +127,25 @@ class Products:
         is_packed = isinstance(weight, QuantisedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
-        if self._num_processors and not is_packed and not self._deterministic:
-            found = self._multiply_early(product, weight, bias, activation, residual, out_dtype)
-            if found is not None:
-                return found
+        if isinstance(change, Change):
+            return few_rows(tensor(product.x), weight, change=change, **options)
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
         x, options["norm"] = _operand(product)
-        return quantised.one_row(x, weight, **options) if is_packed else one_row(x, weight, **options)
-
-    def _multiply_early(
-        self,
-        product: Product,
-        weight: torch.Tensor | Fp8Weight,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        residual: torch.Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor | None:
-        """Multiply up to 8 rows by a kernel whose weights arrive while earlier ones run; None: it cannot."""
+        if is_packed:
+            return quantised.one_row(x, weight, **options)
         values, scales, group = fp8.parts_of(weight)
-        if product.rows > rows_product.MOST_ROWS or group not in (0, values.shape[1]):
-            return None
-        (x, norm), is_one = _operand(product), product.rows == 1
-        if norm is not None and not is_one and x.dtype != torch.float32:
-            x, norm = tensor(product.x), None
-        own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": self._num_processors}
-        if is_one and not row_product.can_multiply(x, values, gated=activation is not None, **own):
-            return None
-        if not is_one and (group or not rows_product.can_multiply(x, values, **own)):
-            return None
-        own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
-        own["is_first"], self.begins_pass = self.begins_pass, False
-        if is_one:
-            row_scales = scales if group else None
-            return row_product.row_product(x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, **own)
-        return rows_product.rows_product(x, values, bias=bias, out_dtype=out_dtype, **own)
+        if self._num_processors and group in (0, values.shape[1]):
+            own: dict[str, Any] = {
+                "norm": options["norm"], "residual": residual, "num_processors": self._num_processors, "change": change,
+            }  # fmt: skip
+            if can_multiply(x, values, gated=activation is not None, **own):
+                own["is_first"], self.begins_pass = self.begins_pass, False
+                own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+                row_scales = scales if group else None
+                return row_product(x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, **own)
+        return one_row(x, weight, **options)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
         """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""

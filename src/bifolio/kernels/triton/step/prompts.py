@@ -48,7 +48,8 @@ class PromptKey(NamedTuple):
 
     pool: str  # of the model or of a draft head
     size: int  # tokens
-    adapts: Layout | None = None
+    adapts: Layout | None = None  # of the adapters that it serves; None: tokens have none
+    reads_rows: bool = False  # `Batch.given`
 
 
 class PromptPass(CapturedPass):
@@ -57,6 +58,7 @@ class PromptPass(CapturedPass):
     def __init__(self, steps: Prompts, key: PromptKey) -> None:
         sizes, size, device = steps.sizes, key.size, steps.state.device
         most, segment, attention = sizes.max_prompts, steps.segment(size), steps.kernels.attention
+        self.reads_rows = key.reads_rows
         self._steps, num_decodes = steps, min(size, steps.state.num_slots)
         self.plan: PlanSizes | None = None  # of recurrent layers
         if steps.storage.layout.num_states:
@@ -123,7 +125,8 @@ class Prompts:
             return None
         size, own = padded(self.sizes.tokens, batch.num_tokens), self.adapters
         numbers = None if batch.adapters is None or own is None else own.numbers_of_rows(batch.adapters)
-        step = self._step(size, None if numbers is None or own is None else own.layout)
+        adapts = None if numbers is None or own is None else own.layout
+        step = self._step(size, adapts, reads_rows=batch.given is not None)
         words = words_of(self.sizes, step, batch, slots)
         groups = np.zeros(0, np.int32) if numbers is None or own is None else own.words(numbers, size)
         rows = np.arange(batch.num_tokens) if batch.logit_rows is None else batch.logit_rows
@@ -145,13 +148,15 @@ class Prompts:
     def capture_all(self, layout: Layout | None = None) -> None:
         """Capture all sizes now, the largest first. `layout`: of the adapters that the steps serve."""
         for size in reversed(self.sizes.tokens):
-            self._step(size, layout)
+            self._step(size, layout, reads_rows=self.split.given_width > 0)
+            if self.split.rows_width:
+                self._step(size, layout, reads_rows=True)
 
-    def _step(self, size: int, layout: Layout | None = None) -> PromptPass:
-        if self._given is None and self.split.given_width:
-            shape = self.sizes.tokens[-1], self.split.given_width
+    def _step(self, size: int, layout: Layout | None, *, reads_rows: bool) -> PromptPass:
+        if self._given is None and reads_rows:
+            shape = self.sizes.tokens[-1], self.split.given_width or self.split.rows_width
             self._given = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
-        key = PromptKey(self.pool, size, layout)
+        key = PromptKey(self.pool, size, layout, reads_rows)
         return self.cache.find(key, lambda: PromptPass(self, key), self.pool)
 
     def segment(self, size: int) -> AttentionSegment:
@@ -184,7 +189,7 @@ class Prompts:
             shape = self.sizes.tokens[-1], self.split.tap_width
             self._taps = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
         taps = None if self._taps is None else self._taps[:size]
-        given = None if self._given is None else self._given[:size]
+        given = None if self._given is None or not step.reads_rows else self._given[:size]
         batch = Batch(
             step.known_ids, step.positions, step.index, (decodes, prompts), None, states=use, given=given, taps=taps,
             adapters=None if step.adapters is None else step.adapters.use,
@@ -196,10 +201,12 @@ class Prompts:
 
 
 def fits(sizes: Sizes, batch: Batch) -> bool:
-    """Whether a captured step can run the batch: any decodes of one token each, then a few longer sequences."""
+    """Whether a captured step can run the batch: any decodes of one token each, then a few longer causal sequences."""
     longer = batch.segments[int(has_decodes(batch)) :]
     return (
-        batch.num_tokens <= sizes.tokens[-1] and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        batch.num_tokens <= sizes.tokens[-1]
+        and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        and all(segment.causal for segment in longer)
     )
 
 
