@@ -178,12 +178,14 @@ def test_loads_and_unloads_in_flight_change_no_bit(
 def test_an_engine_without_active_adapters_captures_nothing_for_them(
     new_engine: NewEngine, base: Path, adapters: list[Path]
 ) -> None:
+    from bifolio.kernels.triton.step.decodes import StepKey
+
     engine = new_engine("bf16", model=load_folder(base), **SIZES)
     loaded = engine.adapters.load("a", adapters[1])
     run(engine, [(prompt_of(3), None)] * 3)
-    assert all(key.adapts is None for key in engine.slots.device.graphs.keys)
+    assert all(key.adapts is None for key in engine.slots.device.graphs.keys(StepKey))
     run(engine, [(prompt_of(3), None), (prompt_of(4), loaded)])
-    assert any(key.adapts is not None for key in engine.slots.device.graphs.keys)
+    assert any(key.adapts is not None for key in engine.slots.device.graphs.keys(StepKey))
 
 
 @pytest.mark.usefixtures("own_kernels", "compiled")

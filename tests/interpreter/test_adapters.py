@@ -25,6 +25,7 @@ from bifolio.kernels.interface import Adapter, AdapterUse, ExpertLowRank, Produc
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.triton import TritonKernels, adapted_products
 from bifolio.kernels.triton.adapter_slots import AdapterSlots, grouped_rows
+from bifolio.kernels.triton.step.decodes import StepKey
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import make_engine, random_prompt, tiny_folder
@@ -204,10 +205,10 @@ def test_engines_give_what_the_reference_gives(options: dict[str, Any]) -> None:
         assert ours == theirs
         assert scores == pytest.approx(wanted, abs=1e-3)
     graphs = engine.slots.device.graphs  # type: ignore[union-attr]
-    with_adapters_of = {key for key in graphs.keys if key.adapts is not None}
+    with_adapters_of = {key for key in graphs.keys(StepKey) if key.adapts is not None}
     assert with_adapters_of
     run(engine, [(4, None)])
-    assert {key for key in graphs.keys if key.adapts is not None} == with_adapters_of
+    assert {key for key in graphs.keys(StepKey) if key.adapts is not None} == with_adapters_of
 
 
 def test_a_request_has_the_same_bits_alone_and_beside_other_adapters() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda.row_product import RowChange, can_multiply, row_product
+from bifolio.kernels.cuda import row_product, rows_product
+from bifolio.kernels.cuda.row_product import RowChange
 from bifolio.kernels.interface import Array, Linear, Norm
-from bifolio.kernels.triton import fp8, fp8_rows, norm, quantised
+from bifolio.kernels.triton import fp8, fp8_rows, quantised
 from bifolio.kernels.triton.adapter_changes import Change
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
 from bifolio.kernels.triton.fp8 import Fp8Weight
@@ -16,6 +17,7 @@ from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.norm import ACTIVATIONS, act_mul
 from bifolio.kernels.triton.quantised import PackedWeights, QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described
 
@@ -83,8 +85,8 @@ class Products:
         ):
             return False
         values, _, group = fp8.parts_of(weight)
-        x, own = _operands(product)
-        return group in (0, values.shape[1]) and can_multiply(
+        x, own = _operand(product)
+        return group in (0, values.shape[1]) and row_product.can_multiply(
             x, values, norm=own, residual=residual, gated=activation is not None, num_processors=self._num_processors,
             change=change,
         )  # fmt: skip
@@ -128,27 +130,44 @@ class Products:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
         if isinstance(change, Change):
             return few_rows(tensor(product.x), weight, change=change, **options)
+        if self._num_processors and not is_packed and not self._deterministic:
+            found = self._multiply_early(product, weight, bias, activation, residual, out_dtype, change)
+            if found is not None:
+                return found
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
-        x, own_norm = _operands(product)
-        if own_norm is not None:
-            options["norm"] = own_norm
-        if is_packed:
-            return quantised.one_row(x, weight, **options)
+        x, options["norm"] = _operand(product)
+        return quantised.one_row(x, weight, **options) if is_packed else one_row(x, weight, **options)
+
+    def _multiply_early(
+        self,
+        product: Product,
+        weight: torch.Tensor | Fp8Weight,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        residual: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        change: RowChange | None,
+    ) -> torch.Tensor | None:
+        """Multiply up to 8 rows by a kernel whose weights arrive while earlier ones run; None: it cannot."""
         values, scales, group = fp8.parts_of(weight)
-        if self._num_processors and group in (0, values.shape[1]):
-            own: dict[str, Any] = {
-                "norm": own_norm, "residual": residual, "num_processors": self._num_processors, "change": change,
-            }  # fmt: skip
-            if can_multiply(x, values, gated=activation is not None, **own):
-                kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
-                is_first, self.begins_pass = self.begins_pass, False
-                return row_product(
-                    x, values, row_scales=scales if group else None, bias=bias, activation=kind, out_dtype=out_dtype,
-                    is_first=is_first, **own,
-                )  # fmt: skip
-        return one_row(x, weight, **options)
+        if product.rows > rows_product.MOST_ROWS or group not in (0, values.shape[1]):
+            return None
+        (x, norm), is_one = _operand(product), product.rows == 1
+        own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": self._num_processors}
+        if is_one and not row_product.can_multiply(x, values, gated=activation is not None, change=change, **own):
+            return None
+        if not is_one and (group or not rows_product.can_multiply(x, values, **own)):
+            return None
+        own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+        own["is_first"], self.begins_pass = self.begins_pass, False
+        if is_one:
+            row_scales = scales if group else None
+            return row_product.row_product(
+                x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, change=change, **own
+            )
+        return rows_product.rows_product(x, values, bias=bias, out_dtype=out_dtype, **own)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
         """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
@@ -158,7 +177,7 @@ class Products:
         y = self._weights.linear(x, product.linear)
         if residual is not None:
             return Sum(residual, y)
-        return y if activation is None else norm.act_mul(y, activation)
+        return y if activation is None else act_mul(y, activation)
 
     def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
@@ -168,8 +187,8 @@ class Products:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
-def _operands(product: Product) -> tuple[torch.Tensor, Norm | None]:
-    """(x of one row, its norm, where the kernel of the product computes it)"""
+def _operand(product: Product) -> tuple[torch.Tensor, Norm | None]:
+    """The rows that are multiplied, and the norm that the product computes."""
     if isinstance(product.x, Normed) and product.x.value is None:
         return product.x.x, product.x.norm
     return tensor(product.x), None
