@@ -198,6 +198,8 @@ static u8 *shared_place(u32 address, u32 bytes) {
 static uint4 shared_load(u32 address) { return *(uint4 *)shared_place(address, 16); }
 static uint2 shared_pair(u32 address) { return *(uint2 *)shared_place(address, 8); }
 static u32 shared_word(u32 address) { return *(u32 *)shared_place(address, 4); }
+static u32 shared_half(u32 address) { return *(u16 *)shared_place(address, 2); }
+static u32 shared_byte(u32 address) { return *shared_place(address, 1); }
 
 static void start_barrier(u32 barrier, u32 arrivals) {
     shared_place(barrier, 8);
@@ -252,6 +254,16 @@ static float e4m3(u32 byte) {  // with 4 bits of exponent and 3 of mantissa
     return byte & 128 ? -size : size;
 }
 static float2 fp8_pair(u32 word) { return {e4m3(word & 255), e4m3(word >> 8 & 255)}; }
+static float half_number(u32 bits) {  // with 5 bits of exponent and 10 of mantissa
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float size = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+    return bits & 0x8000u ? -size : size;
+}
+static int whole(float x) { return (int)nearbyintf(x); }
+static int dot_bytes(u32 a, u32 b, int sum) {
+    for (int i = 0; i < 32; i += 8) sum += (int)(signed char)(a >> i) * (int)(signed char)(b >> i);
+    return sum;
+}
 static u32 rounded(float value) {  // to bf16, to the nearest even
     u32 bits = __float_as_uint(value);
     return value != value ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;

@@ -9,7 +9,7 @@ from importlib import resources
 import pytest
 
 TOGETHER = {
-    "row_product": ("common", "activations"),
+    "row_product": ("common", "activations", "row_values", "row_codes"),
     "row_attention": ("common",),
     "row_delta": ("common", "activations"),
     "mxfp4_few": ("common", "activations", "mxfp4_common"),

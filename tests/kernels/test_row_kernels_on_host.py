@@ -21,6 +21,8 @@ from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, r
 from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
 from bifolio.kernels.reference_attention import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton.row_layouts import LAYOUTS, pack
+from exotic_weights import exotic_tensor
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
@@ -125,6 +127,27 @@ def test_a_product(rows: int, depth: int, extra: str) -> None:
 @pytest.mark.parametrize(("rows", "depth", "extra"), [(64, 96, "norm"), (24, 2048, "gated"), (13, 144, "residual")])
 def test_a_product_with_weights_in_fp8(rows: int, depth: int, extra: str) -> None:
     check_product(rows, depth, extra, is_fp8=True)
+
+
+@pytest.mark.parametrize("name", [format.name for format in LAYOUTS if format.name != "MXFP4"])
+@pytest.mark.parametrize(("rows", "depth", "extra"), [(24, 512, "norm"), (12, 4352, "gated"), (13, 256, "residual")])
+def test_a_product_with_quantised_weights(name: str, rows: int, depth: int, extra: str) -> None:
+    """x is rounded to 16 bits for every 16 columns."""
+    gated = extra == "gated"
+    source = exotic_tensor(name, rows * (2 if gated else 1), depth)
+    weight = pack((source,), "cpu")
+    stream = normal(2, 1, depth, dtype=torch.float32)
+    norm = None if extra == "residual" else Norm(normal(3, depth), None, 1e-5)
+    x = stream.to(torch.bfloat16) if extra == "residual" else stream
+    residual = normal(5, 1, rows, dtype=torch.float32) if extra == "residual" else None
+    out = row_product.row_product(
+        x, weight.rows, norm=norm, bias=None, residual=residual, activation=0 if gated else -1,
+        out_dtype=torch.float32, num_processors=PROCESSORS, codes=weight.constants(),
+    )  # fmt: skip
+    expected = (x.float() if norm is None else REFERENCE.norm(x, norm)) @ torch.from_numpy(source.dequantize()).T
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :rows]) * expected[:, rows:]
+    close(out, expected if residual is None else expected + residual, 1e-4)
 
 
 @pytest.mark.parametrize(("rows", "depth", "ring"), [(176, 128, 10_000), (140, 264, 4_500)])

@@ -40,6 +40,18 @@ __device__ __forceinline__ u32 shared_word(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ u32 shared_half(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 shared_byte(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -116,6 +128,27 @@ __device__ __forceinline__ float2 fp8_pair(u32 word) {
     float2 v;
     asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(halves));
     return v;
+}
+
+// The number of an f16 in the lower half of a word.
+__device__ __forceinline__ float half_number(u32 bits) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"((u16)bits));
+    return v;
+}
+
+// The nearest whole number.
+__device__ __forceinline__ int whole(float x) {
+    int y;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+// sum + the products of four signed bytes.
+__device__ __forceinline__ int dot_bytes(u32 a, u32 b, int sum) {
+    int y;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(sum));
+    return y;
 }
 
 __device__ __forceinline__ u32 round_pair(float low, float high) {

@@ -15,7 +15,8 @@ from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
-from bifolio.kernels.triton.quantised import PackedWeights, QuantisedWeight
+from bifolio.kernels.triton.quantised import MixedWeight, PackedWeights
+from bifolio.kernels.triton.row_layouts import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described
 
 EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
@@ -60,7 +61,7 @@ class Products:
         if not rows or linear.prepared is None:
             return False
         weight = linear.prepared[0]
-        if self._deterministic or isinstance(weight, QuantisedWeight):
+        if self._deterministic or isinstance(weight, QuantisedWeight | MixedWeight):
             return self._deterministic or rows <= quantised.FEW_ROWS
         if isinstance(weight, Fp8Weight):
             return rows <= fp8_rows.SOME_ROWS
@@ -79,7 +80,7 @@ class Products:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
         options: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
-        is_packed = isinstance(weight, QuantisedWeight)
+        is_packed = isinstance(weight, QuantisedWeight | MixedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
         if product.rows > 1 or self._deterministic:
@@ -90,7 +91,8 @@ class Products:
         else:
             x = tensor(product.x)
         if is_packed:
-            return quantised.one_row(x, weight, **options)
+            is_first, self.begins_pass = self.begins_pass, False
+            return quantised.one_row(x, weight, is_first=is_first, num_processors=self._num_processors, **options)
         values, scales, group = fp8.parts_of(weight)
         if self._num_processors and group in (0, values.shape[1]):
             own: dict[str, Any] = {
