@@ -33,7 +33,7 @@ from bifolio.kernels.triton.norm import ACTIVATIONS
 from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.row_layouts import LAYOUTS, QuantisedWeight, pack
 from bifolio.kernels.triton.tma import can_be_described, describe
-from bifolio.quant.convert import convert
+from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 
 ROWS, WORDS = 0, 3  # KIND of quantised rows, of MXFP4
@@ -118,6 +118,8 @@ def prepare_stack(linears: tuple[Linear, ...], torch_kernels: TorchKernels) -> S
     """Concatenate the weights of all experts: quantised if all have one format, dense otherwise."""
     files = tuple(part for linear in linears for part in linear.parts)
     parts = tuple(convert(part, quantised.FORMATS, quickly_converted) for part in files)
+    if not quantised.usable(parts) and quantised.usable(parts, mixed=True):  # a stack has one format
+        parts = tuple(convert(part, DENSE_FORMATS | {QuantFormat.Q8_0}, quickly_converted) for part in parts)
     weight: torch.Tensor | QuantisedWeight | WordsWeight | None = None
     if quantised.usable(parts):
         is_words = parts[0].format is QuantFormat.MXFP4
