@@ -36,9 +36,12 @@ PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "up": (28672, 4096), "d
 FORMATS = ("q4_k", "q6_k", "q4_0", "q8_0", "bf16")
 CHECKED = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "q4_0", "q4_1", "q8_0", "groups", "mxfp4")
 LAYERS = 32
-PLANS = {  # of one row: constants of `row_product`
-    "default": {}, "ring 66": {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000}, "ring 197": {"RING_BYTES": 197_000},
-    "4 warps": {"WARPS": 4}, "16 warps": {"WARPS": 16}, "4 warps, ring 197": {"WARPS": 4, "RING_BYTES": 197_000},
+PLANS = {  # of one row: thread blocks of a multiprocessor, constants of `row_product`
+    "default": (1, {}), "ring 66": (1, {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000}),
+    "ring 197": (1, {"RING_BYTES": 197_000}), "units of 25": (1, {"UNIT_BYTES": 25_000}), "4 warps": (1, {"WARPS": 4}),
+    "16 warps": (1, {"WARPS": 16}), "2 blocks, ring 55": (2, {"RING_BYTES": 55_000, "SLICE_BYTES": 55_000}),
+    "2 blocks, ring 100": (2, {"RING_BYTES": 100_000, "SLICE_BYTES": 100_000}),
+    "2 blocks of 4 warps": (2, {"RING_BYTES": 55_000, "SLICE_BYTES": 55_000, "WARPS": 4}),
 }  # fmt: skip
 TILES = {  # of few rows: outputs, columns, warps, stages, swapped, splits; the default first
     16: ((32, 256, 4, 3, False, 1), (32, 256, 4, 4, False, 2), (64, 256, 4, 3, False, 2), (64, 128, 4, 4, True, 2),
@@ -227,14 +230,14 @@ def settings(format: str, rows: int, product: str) -> dict[str, Callable[..., An
         own = {**options, "activation": ACTIVATIONS["silu"] if gated else -1, "bias": None}
         return {"default": partial(plans.row_product, num_processors=processors, **own)}
 
-    def planned(x: torch.Tensor, weight: Any, changes: dict[str, int]) -> Any:
+    def planned(x: torch.Tensor, weight: Any, blocks: int, changes: dict[str, int]) -> Any:
         with ExitStack() as stack:
             for name, value in changes.items():
                 stack.enter_context(mock.patch.object(plans, name, value))
             plans.plan_of.cache_clear()
-            return quantised.one_row(x, weight, num_processors=processors, **options)
+            return quantised.one_row(x, weight, num_processors=blocks * processors, **options)
 
-    made = {name: partial(planned, changes=changes) for name, changes in PLANS.items()}
+    made = {name: partial(planned, blocks=blocks, changes=changes) for name, (blocks, changes) in PLANS.items()}
     made["triton"] = partial(quantised.one_row, **options)
     made["triton 8x512"] = partial(quantised.one_row, tile=RowTile(8, 512, 4), **options)
     return made

@@ -23,6 +23,7 @@ SHARED_BYTES = 227 * 1024  # that a thread block can have
 MOST_DEPTH = 16384  # columns: a lane holds its part of x in registers
 TENSOR_DEPTH = 2048  # the same for tensor cores
 MOST_CODES_DEPTH = 32768  # the same for rows of codes
+CODED_GAIN = 0.05  # share of busy multiprocessors for which fewer rows of codes arrive together: each unit is added up
 CODED = (0, 1, 2, 3)  # SCALES of rows of codes that this kernel multiplies
 NO_CODES = {
     "CODE_BYTES": 0, "LOW": 8, "HIGH": 0, "GROUP": 32, "SCALES": 0, "ZERO": 0,
@@ -74,7 +75,7 @@ def plan_of(
             continue
         units = rows // size
         busy = units / (-(-units // num_processors) * num_processors)
-        if busy > best + 0.01:
+        if busy > best + (CODED_GAIN if code_bytes else 0.01):
             best, unit = busy, size
     if not unit:
         return None
