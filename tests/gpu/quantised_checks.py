@@ -92,7 +92,7 @@ def quantised_checks() -> Iterator[Check]:
 def quantised(bench: Bench, format: QuantFormat, rows: int, columns: int) -> QuantizedTensor:
     if not format.is_encodable:
         pytest.importorskip("gguf", reason="decodes the blocks for the reference")
-        return exotic_tensor(format.name, rows, columns)
+        return exotic_tensor(format.name, rows, columns, scale=2e-4)
     return QuantizedTensor.quantize(bench.normal(rows, columns, scale=columns**-0.5).float().cpu().numpy(), format)
 
 

@@ -23,13 +23,14 @@ from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, FORMATS, MixedWeight, dequantise
 from bifolio.kernels.triton.row_layouts import LAYOUTS, QuantisedWeight, pack
 from bifolio.measure.random_models import random_model
+from bifolio.model.gguf.loader import load_gguf
 from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import prepare
 from bifolio.quant.convert import convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.fp8 import DenseToFp8, Fp8Tensor
 from bifolio.quant.tensor import QuantizedTensor
-from exotic_weights import exotic_tensor
+from exotic_weights import exotic_tensor, k_quant_llama
 from helpers import make_runner, open_entry, random_prompt, run_chunks, tiny_folder
 
 
@@ -47,6 +48,17 @@ def test_a_model_gives_the_logits_of_its_dequantised_weights(format: str) -> Non
         runner, blocks = make_runner(model, kernels=kernels)
         logits.append(run_chunks(runner, open_entry(runner, blocks), tokens, 8))  # eight rows, then one
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_file_of_k_quants_gives_the_logits_of_its_dequantised_weights(deterministic: bool, tmp_path: Path) -> None:
+    """Queries and keys in Q4_K beside values in Q6_K; the embedding in Q6_K is the head."""
+    model = load_gguf(k_quant_llama(tmp_path / "k.gguf", few_bits="Q4_K"))
+    tokens, logits = random_prompt(9, seed=3, vocab_size=300), list[np.ndarray]()
+    for kernels in (TorchKernels("cpu"), TritonKernels("cpu", "f32", deterministic=deterministic)):
+        runner, blocks = make_runner(model, kernels=kernels)
+        logits.append(run_chunks(runner, open_entry(runner, blocks), tokens, 8))  # eight rows, then one
+    assert np.linalg.norm(logits[1] - logits[0]) < 1e-3 * np.linalg.norm(logits[0])
 
 
 def test_weights_keep_their_bytes_and_tied_ones_lie_in_memory_once() -> None:
