@@ -81,6 +81,7 @@ SHAPES = {
     "llama-3b": decoder("llama", 128256, 3072, 28, 24, 8, 128, 8192, RopeConfig(5e5, 128, "llama3", 32.0, 8192),
                         tie_embeddings=True),
     "llama-8b": decoder("llama", 128256, 4096, 32, 32, 8, 128, 14336, RopeConfig(5e5, 128, "llama3", 8.0, 8192)),
+    "qwen3-8b": decoder("qwen3", 151936, 4096, 36, 32, 8, 128, 12288, RopeConfig(1e6, 128), **QWEN3),
     "qwen3-30b-a3b": decoder("qwen3moe", 151936, 2048, 48, 32, 4, 128, 6144, RopeConfig(1e6, 128), **QWEN3,
                              moe=EXPERTS),
     "qwen3.5-9b": decoder("qwen35", 248320, 4096, 32, 16, 4, 256, 12288, RopeConfig(1e7, 64), **QWEN35,

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "checksum.h"
 #include "encode.h"
 #include "module.h"
 
@@ -213,6 +214,13 @@ void bind_formats(nb::module_& m) {
     pack_codes(order, array_of<const uint8_t, 2>("bytes", bytes), array_of<const uint8_t, 2>("headers", headers), header_bytes,
                array_of<uint8_t, 2>("out", out));
   }, "order"_a, array("bytes"), array("headers"), "header_bytes"_a, array("out"));
+  m.def("checksum", [](nb::handle bytes, nb::handle out) {
+    const auto data = array_of<const uint8_t, 1>("bytes", bytes);
+    const auto lanes = array_of<uint64_t, 1>("out", out);
+    require_length("out", lanes, kChecksumLanes);
+    nb::gil_scoped_release release;
+    checksum(data.data(), data.shape(0), lanes.data());
+  }, array("bytes"), array("out"));
   m.def("encode", [](int format, nb::handle values, nb::handle importance, nb::handle out) {
     encode(format, array_of<const float, 2>("x", values),
            importance.is_none() ? Vector() : vector("importance", importance), array_of<uint8_t, 2>("bytes", out));

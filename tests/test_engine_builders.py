@@ -20,7 +20,9 @@ BUILDERS = {"InferenceEngine", "ModelRunner", "KVStorage", "CudaStorage", "State
             "make_runner", "kv_storage"}  # fmt: skip  # the last three are those of tests/helpers.py
 ALLOWED = {
     ("benchmarks/micro/gpu_tuning.py", "KVStorage"): "times attention kernels over a cache of random numbers",
+    ("benchmarks/micro/gpu_choice.py", "KVStorage"): "times attention to chosen positions over random latents",
     ("benchmarks/micro/gpu_scan.py", "new_storage"): "times the scan of one recurrent layer",
+    ("tests/gpu/latent_checks.py", "KVStorage"): "checks attention kernels over random latents",
     ("tests/gpu/check_bench.py", "KVStorage"): "checks attention kernels over a cache of random numbers",
     ("tests/gpu/test_gpu_engine.py", "CudaStorage"): "unit test of CudaStorage.move_blocks",
     ("tests/gpu/test_gpu_engine.py", "kv_storage"): "the storage that CudaStorage is compared with",

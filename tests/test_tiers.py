@@ -34,7 +34,8 @@ def collect_all() -> tuple[dict[str, list[str]], list[str]]:
         [sys.executable, "-c", COLLECT, str(HERE)], capture_output=True, text=True, cwd=HERE.parent, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    marks, imported = json.loads(done.stderr.splitlines()[-1])
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("[{")]  # libraries may write others
+    marks, imported = json.JSONDecoder().raw_decode(line)[0]
     return marks, imported
 
 

@@ -1,9 +1,11 @@
-"""Micro-benchmark: a network with indexers on the CPU, its prompts and its decode steps (docs/models.md).
+"""Micro-benchmark: a network with indexers, its prompts and its decode steps (docs/models.md).
 
     python -m benchmarks.micro.chosen_positions [--prompt 16384] [--tokens 16] [--top-k 2048] [--layers 2] [--kv bf16]
+        [--device cuda]
 
-Two layers of the shape of GLM-5 with random weights and half its attention heads, on one thread. The unit is seconds
-of the processor, which other programs change less. A decode step is the median of `--tokens` behind the prompt.
+Two layers of the shape of GLM-5 with random weights and half its attention heads. On a CPU one thread, and the unit is
+seconds of the processor, which other programs change less; on a GPU seconds, after a pass that is not counted. A decode
+step is the median of `--tokens` behind the prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from bifolio.config import ModelConfig
 from bifolio.model.huggingface.config import config_from_hf
 
 VOCABULARY = 4096
-OPTIONS: dict[str, Any] = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False, "device": "cpu"}
+OPTIONS: dict[str, Any] = {"threads": 1, "max_num_seqs": 1, "enable_prefix_caching": False}
 
 
 def network(layers: int, top_k: int) -> ModelConfig:
@@ -41,16 +44,16 @@ def network(layers: int, top_k: int) -> ModelConfig:
     })  # fmt: skip
 
 
-def seconds(llm: LLM, length: int, tokens: int) -> tuple[float, float]:
+def seconds(llm: LLM, length: int, tokens: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of a prompt, and the median of the decode steps behind it."""
     engine, prompt = llm.engine, np.random.default_rng(length).integers(10, VOCABULARY, length).tolist()
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True, detokenize=False)
     engine.add_request(f"r{length}", prompt, params)
     steps, sampled = [], []
     while engine.has_work:
-        started = time.process_time()
+        started = clock()
         results = engine.step()
-        steps.append(time.process_time() - started)
+        steps.append(clock() - started)
         sampled.append(any(result.token is not None for result in results))
     first = sampled.index(True) + 1
     return sum(steps[:first]), statistics.median(steps[first:])
@@ -63,14 +66,19 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--kv", default="bf16")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         write_model(path, network(args.layers, args.top_k), "bf16")
         longest = max(args.prompt) + args.tokens + 1
-        llm = LLM(path, max_model_len=longest, kv_cache_dtype=args.kv, **OPTIONS)
+        llm = LLM(path, max_model_len=longest, kv_cache_dtype=args.kv, device=args.device, **OPTIONS)
+        on_gpu = args.device == "cuda"
+        clock = time.perf_counter if on_gpu else time.process_time
         for length in args.prompt:
-            prompt, step = seconds(llm, length, args.tokens)
+            if on_gpu:
+                seconds(llm, length, args.tokens, clock)
+            prompt, step = seconds(llm, length, args.tokens, clock)
             rate = f"{length / prompt:8.1f} tok/s of the prompt"
             print(f"{length:6} tokens  {rate}  {1e3 * step:8.2f} ms for a decode step", flush=True)
 

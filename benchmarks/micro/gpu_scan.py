@@ -26,6 +26,7 @@ from bifolio.kernels.storage import StateLayout
 LAYERS = {
     "gated delta net, 32 heads of 128 x 128": ("delta", 32, 16, 128, 128),
     "Mamba-2, 48 heads of 128 x 64": ("mamba", 48, 1, 128, 64),
+    "RWKV-7, 40 heads of 64 x 64": ("rwkv", 40, 40, 64, 64),
 }  # kind, heads, groups, size of keys and of values
 SCANS = ("chunks", "tokens")
 WIDTH = 4  # of the convolution
@@ -48,6 +49,12 @@ def new_layer(kind: str, heads: int, groups: int, keys: int, values: int) -> Rec
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
+    if kind == "rwkv":
+        norm = Norm(np.ones(heads * values, np.float32), normal(heads * values), 64e-5, True)
+        factors = normal(3, heads * keys)
+        return Recurrence(
+            "rwkv", 0, 2, 2 * heads * values, heads, heads, keys, values, factors=factors, norm=norm, mixes_values=True
+        )
     return Recurrence(
         "delta" if is_delta else "mamba", 0, WIDTH, channels, heads, groups, keys, values,
         conv_weight=0.5 * normal(channels, WIDTH),

@@ -73,6 +73,15 @@ class NullDevice:
     def decode_logits(self, slots: np.ndarray, tables: Any = None, lengths: Any = None) -> Any:
         return np.empty((len(slots), 0), dtype=np.float32)  # not read: `draw` needs the number of draws alone
 
+    def can_verify(self, slots: np.ndarray, length: int) -> bool:
+        return False
+
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> DrawnTokens:
+        raise PhaseError("the null device verifies no drafts: ask `can_verify` first")
+
+    def verified_states(self, row: int) -> np.ndarray:
+        raise PhaseError("the null device verifies no drafts: it returns no states")
+
     def draft_slots(self, network: Any, storage: Any) -> None:
         """A head runs pass by pass."""
 

@@ -43,6 +43,7 @@ class Figures:
     first: list[float] = field(default_factory=list)  # seconds to the first token
     cached: list[int] = field(default_factory=list)  # prompt tokens
     seconds: float = 0.0  # of all requests, with the files that are written after them
+    cpu: float = 0.0  # seconds of all threads of this process meanwhile
     lookup: float = 0.0  # seconds of looking prompts up in the tiers, included in `first`
 
 
@@ -74,12 +75,14 @@ class Bifolio:
     def run(self, prompt: list[int], num_output: int, conversation: int, figures: Figures) -> None:
         engine = self._llm.engine
         began, self._count = time.perf_counter(), self._count + 1
+        cpu = time.process_time()
         request = engine.add_request(str(self._count), prompt, exactly(num_output))
         while engine.has_work:
             engine.step()
         if engine.tiers is not None:
             engine.tiers.copies.flush(60.0)
         figures.seconds += time.perf_counter() - began
+        figures.cpu += time.process_time() - cpu
         figures.first.append(request.metrics.time_to_first_token or 0.0)
         figures.cached.append(request.metrics.num_cached_tokens)
         figures.lookup, self._lookup = figures.lookup + self._lookup, 0.0
@@ -157,9 +160,13 @@ def median(seconds: Sequence[float]) -> float | None:
     return round(1e3 * statistics.median(seconds), 1) if seconds else None
 
 
-def row(name: str, figures: Figures, prompts: Sequence[list[int]], is_first: Sequence[bool]) -> dict[str, Any]:
+def row(
+    name: str, figures: Figures, prompts: Sequence[list[int]], is_first: Sequence[bool], is_gained: Sequence[bool]
+) -> dict[str, Any]:
+    """`is_gained`: requests of which the tiers have more tokens than the small cache."""
     later = [seconds for seconds, first in zip(figures.first, is_first, strict=True) if not first]
     new = [seconds for seconds, first in zip(figures.first, is_first, strict=True) if first]
+    gained = [seconds for seconds, gains in zip(figures.first, is_gained, strict=True) if gains]
     total = sum(map(len, prompts))
     return {
         "engine": name,
@@ -167,8 +174,11 @@ def row(name: str, figures: Figures, prompts: Sequence[list[int]], is_first: Seq
         "ttft_p90_ms": round(1e3 * statistics.quantiles(figures.first, n=10)[-1], 1),
         "later_turns_p50_ms": median(later),
         "first_turns_p50_ms": median(new),
+        "restored": len(gained),
+        "restored_p50_ms": median(gained),
         "hit_rate": round(sum(figures.cached) / total, 4),
         "seconds": round(figures.seconds, 1),
+        "cpu_seconds": round(figures.cpu, 1),
         "lookup_share_of_ttft": round(figures.lookup / sum(figures.first), 6),
     }
 
@@ -223,8 +233,10 @@ def main() -> None:
                 engines[name].run(prompt, request.num_output, place, found[name])
             if count % ROWS_EVERY == 0 or count == len(requests):
                 print(f"after {count} requests")
+                each = zip(*[figures.cached for figures in found.values()], strict=True)
+                is_gained = [max(cached) - min(cached) >= BLOCK for cached in each]
                 for name, figures in found.items():
-                    print(json.dumps(row(name, figures, prompts[:count], is_first[:count])), flush=True)
+                    print(json.dumps(row(name, figures, prompts[:count], is_first[:count], is_gained)), flush=True)
 
 
 if __name__ == "__main__":

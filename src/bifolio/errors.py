@@ -17,6 +17,7 @@
     ├── ModelOutputError       the network gave no finite numbers
     ├── KernelArgumentError    an array or a number that does not fit the kernel
     ├── KernelCompileError     a kernel cannot be compiled or launched on this machine
+    ├── DeviceMemoryError      memory of a device cannot be reserved, mapped or copied to the host
     ├── EngineDeadError        the engine stopped; its running requests are lost
     │   └── RankLostError      a process of a tensor-parallel engine ended
     ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
@@ -162,6 +163,10 @@ class KernelArgumentError(BifolioError, ValueError):
 
 class KernelCompileError(BifolioError):
     """A kernel that is compiled at run time could not be compiled, loaded or launched on this machine."""
+
+
+class DeviceMemoryError(BifolioError, RuntimeError):
+    """Memory of a device, or pinned memory of the host beside it, could not be reserved, mapped or copied."""
 
 
 class EngineDeadError(BifolioError, RuntimeError):

@@ -122,6 +122,7 @@ NAMED: dict[str, list[Any]] = {
 ON_A_GPU = {  # and for hybrid models: nothing to see here
     "gpu_memory_utilization": "the share of a GPU's memory",
     "warm_up": "kernels of a GPU are compiled ahead",
+    "enable_sleep_mode": "memory of a GPU that sleeps; that of a CPU does without",
     "dtype": "dense weights on a GPU",
     "on_load": "a function",
 }

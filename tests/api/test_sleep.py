@@ -156,6 +156,13 @@ def test_what_cannot_sleep_says_so() -> None:
     with pytest.raises(ConfigError, match="draft model"):
         drafted.sleep()
     assert np.isfinite(tokens(llm)).all()
+    with pytest.raises(ConfigError, match="tensor_parallel_size 1"):
+        LLM(folder, enable_sleep_mode=True, tensor_parallel_size=2, **SIZES)
+    with LLM(folder, enable_sleep_mode=True, **SIZES) as awake:  # the CPU needs no mode for it
+        expected = tokens(awake)
+        awake.sleep()
+        awake.wake_up()
+        assert tokens(awake) == expected
 
 
 @pytest.mark.parametrize("quantization", [None, "q8_0"])

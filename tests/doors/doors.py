@@ -45,12 +45,13 @@ WITHOUT_RANKS = {  # (family, entry) -> the reason of tensor parallelism for a r
     **dict.fromkeys(product(("bitnet",), ENTRIES), "norms of this model"),
     **dict.fromkeys(product(("deepseek4",), ENTRIES), "compressed entries"),
     **dict.fromkeys(product(("jamba", "mamba", "recurrent_gemma"), ENTRIES), "selective recurrent layers"),
-    **dict.fromkeys(product(("mamba2", "rwkv7"), ENTRIES), "1 query heads"),
+    **dict.fromkeys(product(("mamba2",), ENTRIES), "1 query heads"),
+    **dict.fromkeys(product(("rwkv7",), ENTRIES), "layers of RWKV"),
     **dict.fromkeys(product(("zamba2",), ENTRIES), "share blocks"),
 }
 
 WITHOUT_ADAPTERS = {  # (family, entry) -> the reason of adapters for a refusal of this one
-    **dict.fromkeys(product(("nemotron_h",), ENTRIES), "cannot be changed in this nemotron_h model"),
+    **dict.fromkeys(product(("mimo2",), ENTRIES), "cannot be changed in this mimo2 model"),
     **dict.fromkeys(product(("zamba2",), ENTRIES), "cannot be changed in this zamba2 model"),
     **dict.fromkeys(product(("exaone",), ENTRIES), "cannot be changed in this exaone model"),  # it is one of Llama
     ("falcon_h1", "gguf"): "has factors in its weights",

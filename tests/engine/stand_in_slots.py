@@ -13,8 +13,18 @@ from typing import Any
 import numpy as np
 
 from bifolio.cache.table_states import StatePass
-from bifolio.engine.host_batch import HostBatch, Run
-from bifolio.kernels.interface import Adapter, AdapterUse, Batch, Network, SlotSizes, Storage, TokenScores
+from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Run
+from bifolio.engine.speculative.speculator import num_accepted
+from bifolio.kernels.interface import (
+    Adapter,
+    AdapterUse,
+    Batch,
+    DraftNetwork,
+    Network,
+    SlotSizes,
+    Storage,
+    TokenScores,
+)
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sampling.sampler import NOTHING, Sampler, SamplingTable
@@ -50,6 +60,84 @@ class SentMask:
     def restart(self) -> None: ...
 
 
+@dataclass
+class Verified:
+    """A slot of a verification."""
+
+    start: int  # position of its newest token
+    drawn: list[int]
+    accepted: int
+    states: np.ndarray  # f32[t, width]
+
+
+@dataclass
+class Drafted:
+    """Draft tokens; the engine may read them later."""
+
+    tokens: np.ndarray
+
+    def wait(self) -> np.ndarray:
+        return self.tokens.copy()
+
+
+class StandInDrafts:
+    """Implements `DraftSlots`."""
+
+    def __init__(self, slots: StandInSlots, kernels: ReferenceKernels, network: DraftNetwork, storage: Storage) -> None:
+        self._slots, self._kernels, self._network, self._storage = slots, kernels, network, storage
+        self._starts: dict[int, int] = {}  # position of the first entry of each slot's context
+
+    def draft(
+        self, batch: Batch, tables: np.ndarray, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray,
+        length: int,
+    ) -> Drafted:  # fmt: skip
+        self._slots.calls["draft"] += 1
+        for slot, start in zip(slots.tolist(), (positions - 1 - entries).tolist(), strict=True):
+            self._starts[slot] = start
+        hidden = self._network.from_target(self._kernels, batch, self._storage)
+        return self._chain(np.asarray(hidden)[batch.logit_rows], tables, slots, positions, entries, length)
+
+    def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> Drafted:
+        self._slots.calls["follow"] += 1
+        verified, tables = self._slots.verified, np.pad(tables, ((0, 0), (0, self._slots.max_blocks - tables.shape[1])))
+        starts = [max(each.start - self._starts.get(slot, 0), 0) for slot, each in zip(slots, verified, strict=True)]
+        runs = [Run(row, start, each.drawn) for row, (start, each) in enumerate(zip(starts, verified, strict=True))]
+        batch = HostBatch.from_runs(runs, [], tables, self._storage.block_size).to(self._kernels)
+        given = np.concatenate([each.states for each in verified]) * self._network.state_scale
+        hidden = np.asarray(self._network.from_target(self._kernels, replace(batch, given=given), self._storage))
+        firsts = np.cumsum([0] + [len(each.drawn) for each in verified[:-1]])
+        accepted = np.array([each.accepted for each in verified])
+        positions = np.array([each.start for each in verified]) + accepted + 2
+        entries = np.array(starts) + accepted + 1
+        return self._chain(hidden[firsts + accepted], tables, slots, positions, entries, length)
+
+    def _chain(
+        self, hidden: np.ndarray, tables: np.ndarray, slots: np.ndarray, positions: np.ndarray, entries: np.ndarray,
+        length: int,
+    ) -> Drafted:  # fmt: skip
+        tokens: list[np.ndarray] = []
+        for number in range(length):
+            if number:
+                runs = [Run(row, int(entries[row]) + number - 1, (int(tokens[-1][row]),)) for row in range(len(slots))]
+                batch = HostBatch.from_runs(runs, [], tables, self._storage.block_size).to(self._kernels)
+                given = replace(batch, given=hidden)
+                hidden = np.asarray(self._network.from_own(self._kernels, given, self._storage))
+            tokens.append(self._slots.sample_drafts(self._whole(hidden), slots, positions + number).clip(0))
+        for row, slot in enumerate(slots.tolist()):
+            self._slots.drafts[slot] = [int(each[row]) for each in tokens]
+        return Drafted(np.stack(tokens, axis=1))
+
+    def _whole(self, hidden: np.ndarray) -> np.ndarray:
+        logits = np.asarray(self._network.logits(self._kernels, hidden))
+        if self._network.token_ids is None:
+            return logits
+        whole = np.full((len(logits), self._slots.vocab_size), -np.inf, np.float32)
+        whole[:, self._network.token_ids] = logits
+        return whole
+
+    def warm_up(self, longest: int) -> None: ...
+
+
 class StandInSlots:
     """Implements `DeviceSlots`."""
 
@@ -68,6 +156,9 @@ class StandInSlots:
         self._states: dict[int, StatePass] = {}  # of the next decode step of each slot; empty: no recurrent layers
         self._sent: tuple[np.ndarray, np.ndarray] | None = None  # slots, rows of masks
         self._logits: np.ndarray | None = None  # of the last launch
+        self.vocab_size, self.max_blocks = sizes.vocab_size, sizes.max_blocks
+        self.drafts: dict[int, list[int]] = {}  # of a head, by slot
+        self.verified: list[Verified] = []  # by the slots of the last verification
         self.calls: Counter[str] = Counter()
 
     # -- slots ---------------------------------------------------------------------------------------------------------
@@ -150,8 +241,47 @@ class StandInSlots:
         tokens = self._sampler.sample(logits[rows], slots, positions).token_ids
         return Drawn(tokens, _scores(logits[rows], tokens))
 
-    def draft_slots(self, network: Any, storage: Any) -> None:
-        """A head runs pass by pass."""
+    def can_verify(self, slots: np.ndarray, length: int) -> bool:
+        return not self._storage.layout.num_states and not any(self._adapters.get(int(slot)) for slot in slots)
+
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> Drawn:
+        """The accepted tokens change nothing but the slots' own state: the engine learns them from the tokens alone."""
+        self.calls["verify"] += 1
+        runs, texts = [], []
+        for slot, row in zip(slots.tolist(), drafts.tolist(), strict=True):
+            own = self.drafts.get(slot, [])
+            text = [
+                own[place] if token == ON_DEVICE else token for place, token in enumerate(row) if token >= ON_DEVICE
+            ]
+            texts.append([max(int(self._tokens[slot]), 0), *text])
+            runs.append(Run(slot, int(self._lengths[slot]), texts[-1], self._ropes.get(slot, 0)))
+        batch = HostBatch.from_runs(runs, [], self._tables, self._storage.block_size).to(self._kernels)
+        width = 0 if self._network.split is None else self._network.split.tap_width
+        states = np.full((batch.num_tokens, width), np.nan, np.float32)
+        logits = self._network.forward(self._kernels, replace(batch, taps=states if width else None), self._storage)
+        owners = np.repeat(slots, [len(text) for text in texts])
+        positions = np.concatenate([run.start + 1 + np.arange(len(run.tokens)) for run in runs])
+        tokens = self._sampler.sample(np.array(logits), owners, positions).token_ids
+        self.verified = []
+        first = 0
+        for slot, text in zip(slots.tolist(), texts, strict=True):
+            drawn = tokens[first : first + len(text)].tolist()
+            accepted = num_accepted(text[1:], drawn)
+            self.verified.append(Verified(int(self._lengths[slot]), drawn, accepted, states[first : first + len(text)]))
+            self._tokens[slot] = drawn[accepted]
+            self._lengths[slot] += accepted + 1
+            first += len(text)
+        return Drawn(tokens, _scores(np.array(logits), tokens))
+
+    def verified_states(self, row: int) -> np.ndarray:
+        return self.verified[row].states[:1].copy()
+
+    def draft_slots(self, network: DraftNetwork, storage: Storage) -> StandInDrafts:
+        return StandInDrafts(self, self._kernels, network, storage)
+
+    def sample_drafts(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        tokens: np.ndarray = self._sampler.sample(logits, slots, positions).token_ids
+        return tokens
 
     def warm_up(self) -> None: ...
 

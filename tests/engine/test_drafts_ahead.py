@@ -90,7 +90,7 @@ def test_where_a_trial_is_far_every_step_runs_ahead_and_no_prompt_returns_states
     engine = new_engine(True)
     assert engine.speculator is not None
     run(engine)  # measures plain steps
-    absorbed, drafter = [], engine.speculator.drafter
+    absorbed, drafter, drafted = [], engine.speculator.drafter, engine.speculator.stats.num_draft_tokens
     absorb = drafter.absorb
 
     def watched(plan: StepPlan, states: Array | None, *, is_resting: bool) -> None:
@@ -106,7 +106,7 @@ def test_where_a_trial_is_far_every_step_runs_ahead_and_no_prompt_returns_states
     assert found == expected
     assert in_flight.count(2) >= ahead.count(2) - 2
     assert not any(absorbed)
-    assert engine.speculator.stats.num_draft_tokens == 0
+    assert engine.speculator.stats.num_draft_tokens == drafted
 
 
 @pytest.mark.full
@@ -160,10 +160,83 @@ def test_time_between_steps_is_no_time_of_plain_ones(on_device: bool, monkeypatc
     assert max(measured) < 1.0
 
 
-def test_drafts_are_drawn_on_the_device() -> None:
+def test_drafts_are_drawn_and_verified_on_the_device() -> None:
+    """The host launches each step without having seen its drafts."""
     engine = new_engine(True, adaptive=False)
     assert run(engine)[0] == run(new_engine(False))[0]
     assert isinstance(engine.slots.device, StandInSlots)
-    assert engine.slots.device.calls["draw_drafts"] > 5
+    calls = engine.slots.device.calls
+    assert calls["verify"] > 5
+    assert calls["follow"] == calls["verify"]
+    assert calls["draft"] <= 4  # when a sequence begins
+    assert calls["draw_drafts"] == 0
     assert engine.speculator is not None
     assert engine.speculator.stats.num_draft_tokens > 20
+
+
+def traced(seed: int, engine: InferenceEngine) -> list[list[list[int]]]:
+    """Requests of many kinds that arrive at random steps of an engine with few blocks."""
+    chance, requests = random.Random(seed), []
+    common = random_prompt(9, 0, 61)
+    waiting = []
+    for number in range(6):
+        params = SamplingParams(
+            temperature=chance.choice([0.0, 0.8]),
+            seed=number,
+            n=chance.choice([1, 1, 2]),
+            max_tokens=chance.randint(1, 24),
+            ignore_eos=True,
+            logprobs=chance.choice([None, None, 2]),
+            presence_penalty=chance.choice([0.0, 0.0, 0.0, 0.5]),
+        )
+        prompt = [*common[: chance.choice([0, 9])], *random_prompt(chance.randint(1, 12), number, 61)]
+        waiting.append((prompt, params, chance.random() < 0.3))
+    while waiting or engine.has_work:
+        if waiting and (not engine.has_work or chance.random() < 0.2):
+            prompt, params, is_aborted = waiting.pop()
+            requests.append((engine.add_request(str(len(waiting)), prompt, params), is_aborted))
+        if chance.random() < 0.1 and requests[0][1]:
+            engine.abort(requests[0][0].request_id)
+        engine.step()
+    assert engine.blocks.num_used_blocks == 0
+    return [output_ids(request) for request, is_aborted in requests if not is_aborted]
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_any_requests_have_the_plain_texts(seed: int) -> None:
+    """Preemptions, prefix hits, forks, aborted requests and changing lengths while drafts are on the device."""
+    chance = random.Random(seed)
+    expected = traced(seed, make_engine(kernels=ReferenceKernels(), num_blocks=24, max_model_len=64))
+    folder = eagle_folder()
+    config = SpeculativeConfig("eagle", draft_model=str(folder), length=3)
+    head = load_eagle(folder, tiny_loaded())
+    engine = make_engine(
+        kernels=StandInKernels(), num_blocks=24, max_model_len=64, speculative=config, draft_model=head
+    )
+    engine.faults.recover = fail  # type: ignore[method-assign]
+
+    def choose(self: DraftPolicy, number: int, offers: dict[int, Offer], *_: object) -> dict[int, int]:
+        return {key: chance.randint(1, offer.length) for key, offer in offers.items() if chance.random() < 0.8}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftPolicy, "choose", choose)
+        patch.setattr(DraftPolicy, "wanted", lambda self, *_: chance.randint(1, 3))
+        patch.setattr(DraftPolicy, "rest", lambda self, *_: chance.choice([0, 0, 0, 0, 1, 8]))
+        assert traced(seed, engine) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_of_n_grams_are_verified_on_the_device(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent with the slots; the tokens of repetitive texts are accepted there."""
+    monkeypatch.setattr(DraftPolicy, "rest", lambda self, *_: 0)
+    expected = traced(seed, make_engine(kernels=ReferenceKernels(), num_blocks=24, max_model_len=64))
+    config = SpeculativeConfig("ngram", length=3, adaptive=False)
+    engine = make_engine(kernels=StandInKernels(), num_blocks=24, max_model_len=64, speculative=config)
+    engine.faults.recover = fail  # type: ignore[method-assign]
+    assert traced(seed, engine) == expected
+    assert engine.speculator is not None
+    assert isinstance(engine.slots.device, StandInSlots)
+    assert engine.slots.device.calls["verify"] > 0 or engine.speculator.stats.num_drafts == 0

@@ -60,7 +60,7 @@ class Clock:
             self.now += DRAFT + ENTRY * sum(len(run.tokens) for run in runs)
             return draft(runs, *arguments, **options)
 
-        def guess(items: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
+        def guess(items: Sequence[ScheduledSequence], *, on_device: bool = False) -> list[tuple[int, ...]]:
             fill(items)
             drafts = []
             for item in items:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from attention_checks import cache_checks, decode_checks, prefill_checks
 from check_bench import Check
+from chosen_checks import chosen_checks
 from gemm_checks import norm_checks, product_checks
+from latent_checks import latent_checks
 from quantised_checks import quantised_checks
 from row_checks import row_checks
 from shared_attention_checks import shared_attention_checks
@@ -24,5 +26,7 @@ CHECKS: list[Check] = [
     *decode_checks(),
     *shared_attention_checks(),
     *prefill_checks(),
+    *chosen_checks(),
+    *latent_checks(),
     *quantised_checks(),
 ]

@@ -180,7 +180,7 @@ def near_error(
     for array in places:
         array[newest // block_size, :, newest % block_size] = float("nan")
 
-    kernels.attention.stage_decode(segment, bench.integers(range(count)), {}, (shape,), is_near=True)
+    kernels.attention.stage_decode(segment, bench.integers(range(count)), {}, (shape,), context.storage, is_near=True)
     heads = kernels.rope_and_write(qkv, shape, rotation, batch, context.storage)
     assert isinstance(heads.query, RawHeads)
     results = [kernels.attend(heads, shape, (segment,), context.storage) for _ in range(2)]  # none disturbs the next

@@ -67,7 +67,7 @@ def shared_error(
     pieces: dict[int, Any] = {}
     worst = 0.0
     for _ in range(2):
-        kernels.attention.stage_decode(segment, bench.integers(order), pieces, (shape,), rows)
+        kernels.attention.stage_decode(segment, bench.integers(order), pieces, (shape,), context.storage, rows)
         result = kernels.attend(Heads(query[order], None, None), shape, (segment,), context.storage)
         worst = max(worst, relative_error(result, expected))
     return worst

@@ -23,6 +23,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("keyed", {"heads": 32, "key_size": 128, "value_size": 128}),
     "granite": ("mamba", {"heads": 48, "groups": 1, "key_size": 128, "value_size": 64}),
     "nemotron_h": ("mamba", {"heads": 128, "groups": 8, "key_size": 128, "value_size": 64, "norm_groups": 8}),
+    "rwkv7": ("rwkv", {"heads": 32, "key_size": 64, "value_size": 64}),
     "lfm2": ("conv", {"channels": 2048}),
     "lfm3": ("conv", {"channels": 2048, "width": 7}),
 }
@@ -118,7 +119,7 @@ def test_equal_tokens_in_a_long_prompt(name: str, gpu_kernels: Callable[..., Any
         assert relative_error(ours, theirs) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba", "rwkv"])
 def test_an_engine_with_prompts_in_chunks_gives_the_tokens_of_the_cpu(
     kind: str, gpu_kernels: Callable[..., Any]
 ) -> None:

@@ -33,6 +33,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "keyed, two tiles of values": ("keyed", {"heads": 3, "key_size": 20, "value_size": 40}),
     "mamba": ("mamba", {"heads": 4, "groups": 2, "dt_limits": (0.05, 1.0)}),
     "lightning": ("lightning", {"heads": 4, "groups": 4}),
+    "rwkv": ("rwkv", {"heads": 2}),
+    "rwkv, two tiles of values": ("rwkv", {"heads": 3, "key_size": 20, "value_size": 40, "mixes_values": False}),
     "mamba without skip": ("mamba", {"heads": 2, "groups": 1, "key_size": 20, "value_size": 16, "skip": None}),
 }  # fmt: skip
 STARTS = [0, 1, 66, 70, 199]  # a decode, a prompt of 65 tokens, drafts, a prompt of 129
@@ -75,7 +77,7 @@ def test_chunks_give_the_results_of_the_reference(name: str, programs: int, monk
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max(initial=0))
 
 
-@pytest.mark.parametrize("name", ["delta", "keyed", "lightning", "mamba"])
+@pytest.mark.parametrize("name", ["delta", "keyed", "lightning", "mamba", "rwkv"])
 def test_decodes_beside_prompts_have_one_token(name: str) -> None:
     """Decodes between two prompts: their places in the pass are not their numbers."""
     kind, changes = KINDS[name]
@@ -110,6 +112,18 @@ def test_keys_that_decay_fast_do_not_overflow() -> None:
     bias = np.tile(np.array([80.0, -30.0], np.float32), 12)
     recurrence = new_recurrence(np.random.default_rng(5), "keyed", heads=2, bias=bias)
     rows = normal(np.random.default_rng(6), STARTS[-1], recurrence.in_features)
+    results = [run(kernels, recurrence, rows) for kernels in (TritonKernels("cpu", "f32"), ReferenceKernels())]
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_states_of_rwkv_that_decay_fast_and_hardly(is_equal: bool) -> None:
+    """The fastest decay of half of the keys, hardly any of the others, and keys that are all equal."""
+    recurrence = new_recurrence(np.random.default_rng(5), "rwkv", heads=2, key_size=32, value_size=16)
+    rows = normal(np.random.default_rng(6), STARTS[-1], recurrence.in_features)
+    rows = np.repeat(rows[:1], len(rows), axis=0) if is_equal else rows
+    rows[:, 64:128] = np.tile(np.array([80.0, -30.0], np.float32), 32)
     results = [run(kernels, recurrence, rows) for kernels in (TritonKernels("cpu", "f32"), ReferenceKernels())]
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
@@ -155,7 +169,7 @@ def test_a_pass_without_long_sequences_has_no_chunks() -> None:
     assert staged.spans.ends.tolist() == [60, 120]
 
 
-@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "keyed", "mamba", "rwkv"])
 def test_an_engine_scans_prompts_in_chunks_and_continues_checkpoints(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

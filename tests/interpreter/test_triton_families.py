@@ -36,6 +36,7 @@ ROWS = (
     "hunyuan_dense",
     "kimi_linear",
     "lfm3",
+    "longcat_flash",
     "mimo_v2_flash",
     "mistral3",
     "olmo2",

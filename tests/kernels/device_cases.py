@@ -223,6 +223,31 @@ def _as_f32(kernels: KernelSet, part: Any) -> np.ndarray:
     return array if array.dtype == np.uint16 else array.astype(np.float32)
 
 
+@case("arena")
+def arena(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Nothing sleeps before `use_arena`."""
+    assert kernels.arena is None
+    return ()
+
+
+@case("use_arena")
+def use_arena(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Weights that slept are as before; a set whose memory is the host's has no arena."""
+    values = rng.standard_normal((3, 5)).astype(np.float32)
+    weights = [kernels.from_host(values)]
+    try:
+        kernels.use_arena()
+        if kernels.arena is not None:
+            kernels.arena.adopt(weights)
+            kernels.arena.sleep(keep_weights=True)
+            assert kernels.arena.keeps_weights
+            kernels.arena.wake(("weights",))
+    finally:
+        kernels.arena = None
+    assert kernels.to_host(weights[0]).tolist() == values.tolist()
+    return ()
+
+
 @case("memory")
 def memory(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """The peak counts an allocation that is gone; free memory is what the device has."""
@@ -377,9 +402,28 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray, states:
     slots.set_progress(taken, lengths, tokens[0])
     pending = [slots.decode(taken, tables, lengths + step) for step in range(2)]  # the second before the first is read
     tokens += [each.wait() for each in pending]
+    _check_verification(slots, taken, tables, lengths, tokens)
+    assert np.isfinite(kernels.to_host(slots.verified_states(1))).all()
+    assert slots.verified_states(1).shape == (1, states.shape[1])
     slots.set_progress(taken, lengths + 2, tokens[-1])
     last = kernels.to_host(slots.decode_logits(taken)).copy()
     return np.stack([*tokens, last.argmax(axis=-1)]).astype(np.int64), last
+
+
+def _check_verification(
+    slots: Any, taken: np.ndarray, tables: np.ndarray, lengths: np.ndarray, tokens: list[np.ndarray]
+) -> None:
+    """Two right drafts of one slot, a wrong one of the other: both have advanced by the tokens that are kept."""
+    for slot in taken.tolist():
+        slots.set_params(slot, SamplingParams(temperature=0), 0, None)
+    slots.set_progress(taken, lengths, tokens[0])
+    assert slots.can_verify(taken, 2)
+    right, wrong = [tokens[1][0], tokens[2][0]], [(tokens[1][1] + 1) % VOCAB, -2]
+    found = slots.verify(taken, np.array([right, wrong])).wait().tolist()
+    assert len(found) == 5
+    assert found[:2] == right
+    assert found[3] == tokens[1][1]
+    assert slots.decode(taken[1:], tables, lengths[1:] + 1).wait().tolist() == [tokens[2][1]]
 
 
 def _check_masks(kernels: KernelSet, slots: Any, logits: np.ndarray, taken: np.ndarray, lengths: np.ndarray) -> None:
@@ -420,7 +464,7 @@ def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
     runs = [runs[row]._replace(start=0, tokens=tokens[row]) for row in range(2)]
     found = own.draft(runs, states, taken.tolist(), [4, 3], [3, 3])
     assert found is not None
-    for row, drafts in enumerate(found.tolist()):
+    for row, drafts in enumerate(found.wait().tolist()):
         for step, draft in enumerate(drafts):
             if draft != wanted[step][row]:  # as likely, up to the rounding of hidden states; later ones differ rightly
                 own = scores[step][row]

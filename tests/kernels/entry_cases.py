@@ -11,7 +11,16 @@ from case_table import Outputs, activations, case, normal, segment_over
 from network_cases import new_norm
 
 from bifolio.kernels.entries import write_rows
-from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Compressor, KernelSet, Router, StreamMix
+from bifolio.kernels.interface import (
+    AttentionPhase,
+    AttentionShape,
+    Batch,
+    Compressor,
+    KernelSet,
+    Router,
+    Routing,
+    StreamMix,
+)
 from bifolio.kernels.storage import CacheLayout, KVStorage
 
 STREAMS, SIZE, TOKENS, BLOCK = 4, 32, 3, 4
@@ -150,6 +159,21 @@ def attend_entries(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
             mixed = kernels.attend_entries(query, key, some, chosen, compressed, shape, given, storage)
             found.append(kernels.to_host(mixed))
     return tuple(found)
+
+
+@case("take_identities")
+def take_identities(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Tokens with several experts that return their input, and without."""
+    experts, weights = np.array([[0, 5, 7], [1, 2, 3], [6, 4, 5]], np.int32), np.abs(normal(rng, 3, 3))
+    x = activations(kernels, normal(rng, 3, 20))
+    routing = Routing(kernels.from_host(experts), kernels.from_host(weights))
+    kept, identities = kernels.take_identities(x, routing, 5)
+    found = tuple(map(kernels.to_host, (kept.experts, kept.weights, identities)))
+    np.testing.assert_array_equal(found[0], np.where(experts < 5, experts, 0))
+    np.testing.assert_array_equal(found[1], np.where(experts < 5, weights, 0))
+    share = np.where(experts < 5, 0, weights).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found[2], kernels.to_host(x) * share, rtol=1e-2)
+    return found
 
 
 @case("route_by_token")

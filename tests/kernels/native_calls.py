@@ -253,6 +253,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "width": 4,
         "out": np.zeros((5, 14), np.uint8),
     },
+    "checksum": lambda: {"bytes": np.zeros(100, np.uint8), "out": np.zeros(8, np.uint64)},
     "pack_codes": lambda: {
         "order": 1,
         "bytes": np.zeros((8, 20), np.uint8),

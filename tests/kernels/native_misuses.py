@@ -170,6 +170,7 @@ CLASSES = [
         ("fewer rows of results", {"out": np.zeros((4, 14), np.uint8)}, "out has 4 rows and must have 5"),
         ("narrow results", {"out": np.zeros((5, 7), np.uint8)}, "out is 7 wide and must be 14 wide"),
     ),
+    *misuses("checksum", ("fewer lanes", {"out": np.zeros(7, np.uint64)}, "out has 7")),
     *misuses(
         "pack_codes",
         ("an unknown order", {"order": 3}, "order is 3"),

@@ -20,12 +20,14 @@ from triton.compiler import ASTSource
 
 from bifolio.kernels.triton import (
     cache,
+    chosen_attention,
     decode,
     device_state,
     fp8_rows,
     gemm_small_m,
     gemm_tuning,
     gemv,
+    head_products,
     index_scores,
     long_attention,
     lookup,
@@ -37,6 +39,7 @@ from bifolio.kernels.triton import (
     sampling,
     shared_attention,
     split_kv,
+    top_positions,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -56,7 +59,6 @@ INTEGERS = {
     "logit_stride",
     "width",
     "weight_stride",
-    "seen",
     "num_columns",
     "num_rows",
     "num_outputs",
@@ -130,6 +132,10 @@ FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
     "X_DESCRIBED": False, "GROUP": 0, "X_SCALED": False,
 }  # fmt: skip
+CHOSEN = {
+    "HEADS": 128, "ROWS": 64, "DIM": 576, "FIRST": 64, "FIRST_BLOCK": 64, "LAST_BLOCK": 512, "TOP_K": 2048,
+    "BLOCK_SIZE": 64, "TILE": 32, "STAGES": 3, "PRECISION": "ieee",
+}  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, DECODE, 2),
     "decode, shared": (decode._decode_kernel, {**DECODE, "SHARED_ROWS": 128}, 2),
@@ -196,7 +202,27 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "embed": (lookup._embed_kernel, {"BLOCK": 1024}, 4),
     "index scores": (
         index_scores._index_kernel,
-        {"HEADS": 32, "ROWS": 32, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "ieee"},
+        {"LEAST": 2048, "HEADS": 32, "ROWS": 32, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64,
+         "PRECISION": "ieee"},
+        4,
+    ),
+    "top positions": (top_positions._top_kernel, {"TOP_K": 2048, "BLOCK": 4096}, 16),
+    "chosen": (chosen_attention._chosen_kernel, {**CHOSEN, "PIECE": 2048, "SPLITS": 1}, 8),
+    "chosen, in pieces": (chosen_attention._chosen_kernel, {**CHOSEN, "PIECE": 256, "SPLITS": 8}, 8),
+    "chosen, few heads": (
+        chosen_attention._chosen_kernel,
+        {**CHOSEN, "HEADS": 16, "ROWS": 16, "TILE": 32, "PIECE": 512, "SPLITS": 4},
+        4,
+    ),
+    "products of heads": (
+        head_products._head_kernel,
+        {"WIDTH": 576, "START": 64, "INPUTS": 512, "WIDE": 128, "ROWS": 32, "OUTPUTS": 64, "DEPTH": 32,
+         "PRECISION": "ieee"},
+        4,
+    ),
+    "merged pieces": (
+        chosen_attention._merge_kernel,
+        {"HEADS": 128, "DIM": 576, "DIM_BLOCK": 1024, "TOP_K": 2048, "PIECE": 256, "SPLITS": 8, "SPLITS_BLOCK": 8},
         4,
     ),
     "choose": (sampling._choose_kernel, {"DRAWS": True, "CHUNK": 4096, "CHUNKS": 32}, 8),
@@ -244,7 +270,16 @@ for group in (128, 4096):  # columns of an FP8 weight that share a scale; all of
     CASES[f"some rows FP8 {group}"] = (
         gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "GROUP": group, "X_SCALED": True}, 4,
     )  # fmt: skip
-for name in ("decode", "decode, shared", "shared", "prefill", "prefill, deterministic", "rope", "index scores"):
+for name in (
+    "decode",
+    "decode, shared",
+    "shared",
+    "prefill",
+    "prefill, deterministic",
+    "rope",
+    "index scores",
+    "chosen",
+):
     CASES[f"{name}, FP8 cache"] = CASES[name]
 CASES["gather, FP8 cache"] = (
     long_attention._gather_kernel, {"KV_HEADS": 8, "BLOCK_SIZE": 64, "DIM": 128, "DIM_BLOCK": 128, "TOKENS": 64}, 4,
@@ -269,6 +304,18 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})
     assert "ptx" in compiled.asm
+
+
+def test_tiles_of_latents_fit_in_shared_memory() -> None:
+    """Latents are fetched while others are multiplied, by whole warp groups."""
+    kernel, constants, warps = CASES["chosen"]
+    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
+    attributes = {(kernel.arg_names.index(a),): [["tt.divisibility", 16]] for a in ("query", "keys", "out")}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": constants["STAGES"]})
+    for instruction in ("cp.async.cg", "wgmma"):
+        assert instruction in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
 
 
 def compiled_product(

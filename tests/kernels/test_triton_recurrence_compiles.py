@@ -17,13 +17,13 @@ import triton
 from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import chunked_scan, device_state, keyed_chunks, recurrence, rwkv, selective
+from bifolio.kernels.triton import chunked_scan, device_state, keyed_chunks, recurrence, rwkv, rwkv_chunks, selective
 
 pytestmark = pytest.mark.full
 POINTERS = {
     "x": "*bf16", "windows": "*fp32", "old": "*fp32", "weight": "*fp32", "bias": "*fp32", "mixed": "*fp32",
-    "gates": "*bf16", "states": "*fp32", "decay": "*fp32", "skip": "*fp32", "y": "*fp32", "out": "*fp32",
-    "factors": "*fp32", "sums": "*fp32", "rates": "*fp32", "weights": "*fp32", "solutions": "*fp32",
+    "matrices": "*fp32", "gates": "*bf16", "states": "*fp32", "decay": "*fp32", "skip": "*fp32", "y": "*fp32",
+    "out": "*fp32", "factors": "*fp32", "sums": "*fp32", "rates": "*fp32", "weights": "*fp32", "solutions": "*fp32",
     "query_scale": "fp32", "eps": "fp32", "least": "fp32", "most": "fp32", "rate_scale": "fp32",
     "bound": "fp32",
     "slowest": "fp32", "least_length": "fp32",
@@ -44,6 +44,11 @@ CHUNKS = {**HEADS, "COUNTED": True, "VALUES": 32, "CHUNK": 64, "STAGES": 2, "PRE
 KEYED_DECAYS = {"BOUNDED": False, "KEYS": 128, "CHUNK": 64}
 KEYED_CHUNKS = {"KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
 KEYED_SCAN = {"HAS_STATES": True, "COUNTED": True, "KEYS": 128, "VALUES": 32, "CHUNK": 64, "PRECISION": "tf32"}
+RWKV_CHUNKS = {"KEYS": 64, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
+RWKV_SCAN = {
+    "MIXES_VALUES": True, "HAS_STATES": True, "COUNTED": True, "KEYS": 64, "VALUES": 32, "CHUNK": 64,
+    "PRECISION": "tf32",
+}  # fmt: skip
 FINISH = {"HAS_NORM": True, "NORM_FIRST": True, "SIGMOID": False, "SHARED": True, "ROWS": 16, "BLOCK": 128}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "convolution of qwen3_next": (recurrence._convolve_kernel, CONVOLVE, 4),
@@ -108,6 +113,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         rwkv._rwkv_kernel,
         {"MIXES_VALUES": True, "HAS_NORM": True, "HAS_BIAS": True, "HAS_STATES": True, "IS_DECODE": False, "KEYS": 64,
          "VALUES": 64},
+        4,
+    ),
+    "chunks of rwkv7": (rwkv_chunks._prepare_kernel, RWKV_CHUNKS, 8),
+    "chunks of rwkv7 in f32": (rwkv_chunks._prepare_kernel, {**RWKV_CHUNKS, "PRECISION": "tf32x3"}, 8),
+    "scan of chunks of rwkv7": (rwkv_chunks._scan_kernel, RWKV_SCAN, 4),
+    "scan of chunks of rwkv7 in f32": (rwkv_chunks._scan_kernel, {**RWKV_SCAN, "PRECISION": "tf32x3"}, 4),
+    "norm of chunks of rwkv7": (
+        rwkv_chunks._finish_kernel,
+        {"MIXES_VALUES": True, "HAS_NORM": True, "HAS_BIAS": True, "VALUES": 64, "CHUNK": 64},
         4,
     ),
     "states of a step": (device_state._begin_states_kernel, {"BLOCK": 64}, 1),

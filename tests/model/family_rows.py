@@ -287,7 +287,7 @@ OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS, *
 
 
 UNNAMED = {"Mistral4Config"}  # `AutoModelForCausalLM` lacks their classes
-UNREAD = {"opt": 2 * 64}  # parameters of a row that the network does not read
+UNREAD = {"longcat_flash": 2 * 3 * 2 * 32 * 64, "opt": 2 * 64}  # parameters of a row that the network does not read
 
 
 def row_model(name: str, **overrides: Any) -> Any:

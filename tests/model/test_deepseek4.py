@@ -85,7 +85,6 @@ def test_layers_are_named_in_several_ways() -> None:
     [
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"expert_dtype": "fp4"}, "expert_dtype"),
         ({"swiglu_limit": 7.0}, "swiglu_limit"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"n_shared_experts": 2}, "n_shared_experts"),

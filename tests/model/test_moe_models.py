@@ -12,11 +12,11 @@ import pytest
 
 from bifolio.api.llm import LLM
 from bifolio.errors import BifolioError, UnsupportedModelError
-from bifolio.model.families.gptoss import ggml_blocks
 from bifolio.model.gguf.loader import load_gguf
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.huggingface.safetensors_file import open_safetensors
+from bifolio.model.huggingface.scaled_tensors import ggml_blocks
 from bifolio.quant import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.sampling_params import SamplingParams

@@ -47,6 +47,9 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("bailing_hybrid", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "plain MLPs in the layers"),
     ("mistral4", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}, ""),
     ("mistral4", {"q_lora_rank": None, "tie_word_embeddings": True}, ""),
+    ("longcat_flash", {"zero_expert_num": 0, "moe_topk": 2}, ""),
+    ("longcat_flash", {"zero_expert_num": 0, "routed_scaling_factor": 1.0, "tie_word_embeddings": True,
+                       "num_hidden_layers": 2, "num_layers": 1}, ""),
     ("cohere2_moe", {"rms_norm_eps": 1e-3, "num_shared_experts": 0, "attention_bias": True}, ""),
     ("cohere2_moe", {"expert_selection_fn": "softmax", "norm_topk_prob": False}, ""),
     ("cohere2_moe", {"norm_topk_prob": False, "shared_expert_combination_strategy": "sum"}, "experts that are added"),
@@ -97,6 +100,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral4", {"attention_bias": True}, "biases in attention"),
     ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
     ("mistral4", {"sliding_window": 4096}, "with windows"),
+    ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type is 'copy'"),
+    ("longcat_flash", {"mla_scale_kv_lora": False}, "mla_scale_kv_lora is False"),
+    ("longcat_flash", {"router_bias": True}, "bias of the router"),
+    ("longcat_flash", {"zero_expert_num": 1 << 20}, "return their input"),
+    ("longcat_flash", {"num_layers": 0}, "num_layers"),
     ("cohere2_moe", {"expert_selection_fn": "sparsemax"}, "by 'sparsemax'"),
     ("cohere2_moe", {"shared_expert_combination_strategy": "product"}, "combination 'product'"),
     ("cohere2_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -142,6 +150,7 @@ def test_the_sizes_of_real_models() -> None:
     assert round(of("bailing_hybrid").num_parameters / 1e9, 1) == 7.9  # Ling 3 Tiny: 7.9 billion, 1.3 of them active
     assert round(of("mistral4").num_parameters / 1e9) == 119
     assert round(of("cohere2_moe").num_parameters / 1e9) == 30
+    assert round(of("longcat_flash").num_parameters / 1e9) == 561
 
 
 def test_the_text_part_of_mistral_small_4_is_its_own_family() -> None:

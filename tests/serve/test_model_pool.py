@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from bifolio.api.messages import Control
 from bifolio.cli.options import BatchEngine
 from bifolio.cli.serve import ServerOptions
 from bifolio.cli.serve_several import SeveralOptions
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, EngineFaultError, FaultKind
 from bifolio.serve.http.errors import ApiError
 from bifolio.serve.several import pool as pools
 from bifolio.serve.several.application import seconds_of
@@ -26,8 +27,20 @@ from helpers import tiny_folder
 class StandIn:
     """A context whose engine starts and ends in no time."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.engine, self.num_open = name, self, 0
+    def __init__(self, machine: Machine, source: ModelSource) -> None:
+        self.name, self.engine, self.num_open = source.name, self, 0
+        self.machine, self.source, self.is_asleep, self.has_slept = machine, source, False, False
+
+    async def control(self, control: Control) -> None:
+        """Sleep or wake, as the engine's process does."""
+        self.is_asleep = control.verb == "sleep"
+        given_back = self.source.num_bytes - self.source.asleep_bytes
+        if self.is_asleep:
+            await asyncio.sleep(self.machine.seconds)
+        self.machine.take(-given_back if self.is_asleep else given_back)
+        self.machine.asleep += 0 if self.has_slept else self.source.host_bytes  # the copy is kept
+        self.has_slept = True
+        self.machine.most_asleep = max(self.machine.most_asleep, self.machine.asleep)
 
     def begin_drain(self) -> None: ...
 
@@ -38,9 +51,12 @@ class Machine:
     """Counts the bytes of engines that exist."""
 
     def __init__(self, sizes: dict[str, int], budget: int, seconds: float = 0.0, **options: Any) -> None:
-        sources = tuple(ModelSource(name, name, size) for name, size in sizes.items())
+        stays = 1 if "sleep_bytes" in options else 0
+        sources = tuple(
+            ModelSource(name, name, size, asleep_bytes=stays, host_bytes=size - stays) for name, size in sizes.items()
+        )
         self.settings = SeveralModels(sources, budget, 0, **options)
-        self.held = self.most = self.num_starts = 0
+        self.held = self.most = self.num_starts = self.asleep = self.most_asleep = 0
         self.broken: set[str] = set()
         self.seconds = seconds
         self.pool = ModelPool(self.settings, self.opened, lambda context: context)  # type: ignore[arg-type]
@@ -50,31 +66,40 @@ class Machine:
         self.num_starts += 1
         if source.name in self.broken:
             raise ConfigError("the file is gone")
-        self.held += source.num_bytes
-        self.most = max(self.most, self.held)
+        self.take(source.num_bytes)
         await asyncio.sleep(self.seconds)
+        engine = StandIn(self, source)
         try:
-            yield StandIn(source.name)
+            yield engine
         finally:
             await asyncio.sleep(self.seconds)
-            self.held -= source.num_bytes
+            self.held -= source.asleep_bytes if engine.is_asleep else source.num_bytes
+            self.asleep -= source.host_bytes if engine.has_slept else 0
+
+    def take(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self.most = max(self.most, self.held)
 
     async def ask(self, name: str, seconds: float = 0.0) -> str:
         async with self.pool.use(self.pool.find(name)) as app:
+            assert not app.is_asleep  # type: ignore[attr-defined]
             await asyncio.sleep(seconds)
             return str(app.name)  # type: ignore[attr-defined]
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sleep", [{}, {"sleep_bytes": 25}, {"sleep_bytes": 1000}], ids=["end", "some", "all"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_stays_within_the_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_traffic_stays_within_the_budget(
+    seed: int, sleep: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twenty models under a budget for three: every request is answered by its model, and nothing is left."""
     monkeypatch.setattr(pools, "SWEEP_SECONDS", 0.01)
     generator = random.Random(seed)
 
     async def run() -> Machine:
         sizes = {f"m{number}": generator.randint(5, 10) for number in range(20)}
-        machine = Machine(sizes, 30, 0.002, keep=frozenset({"m3"} if seed % 2 else ()))
+        machine = Machine(sizes, 30, 0.002, keep=frozenset({"m3"} if seed % 2 else ()), **sleep)
         await machine.pool.open()
 
         async def client() -> None:
@@ -92,7 +117,9 @@ def test_random_traffic_stays_within_the_budget(seed: int, monkeypatch: pytest.M
         return machine
 
     machine = asyncio.run(run())
-    assert machine.held == machine.pool.num_bytes == 0
+    assert machine.held == machine.asleep == machine.pool.num_bytes == 0
+    assert machine.most_asleep <= sleep.get("sleep_bytes", 0)
+    assert (machine.most_asleep > 0) == bool(sleep)
     assert 20 <= machine.most <= 30
     assert not any(entry.num_open or entry.num_running for entry in machine.pool.entries.values())
 
@@ -105,6 +132,50 @@ def test_the_least_recently_used_idle_model_is_evicted() -> None:
         states = {name: entry.state for name, entry in machine.pool.entries.items()}
         assert states == {"a": ModelState.LOADED, "b": ModelState.UNLOADED, "c": ModelState.LOADED}
         assert machine.pool.num_evictions == 1
+        await machine.pool.close()
+
+    asyncio.run(run())
+
+
+def test_an_evicted_model_sleeps_and_wakes_without_another_start() -> None:
+    async def run() -> None:
+        machine = Machine({"a": 10, "b": 10, "c": 10}, 12, sleep_bytes=18)
+        for name in ("a", "b", "a", "b"):
+            await machine.ask(name)
+        states = {name: entry.state for name, entry in machine.pool.entries.items()}
+        assert states == {"a": ModelState.SLEEPING, "b": ModelState.LOADED, "c": ModelState.UNLOADED}
+        assert machine.num_starts == 2
+        assert machine.pool.num_bytes == machine.held == 11
+        assert machine.asleep == 18
+        await machine.ask("c")
+        await machine.ask("b")  # the host had no room for a third: "a" ended, and "b" wakes
+        states = {name: entry.state for name, entry in machine.pool.entries.items()}
+        assert states == {"a": ModelState.UNLOADED, "b": ModelState.LOADED, "c": ModelState.SLEEPING}
+        await machine.pool.unload(machine.pool.find("c"))
+        assert machine.pool.find("c").state is ModelState.UNLOADED
+        await machine.pool.unload(machine.pool.find("b"))
+        assert machine.asleep == 0
+        assert machine.most <= 12
+        await machine.pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_does_not_wake_is_started_again() -> None:
+    async def run() -> None:
+        machine = Machine({"a": 10, "b": 10}, 12, sleep_bytes=100)
+        await machine.ask("a")
+        context = machine.pool.find("a").context
+        await machine.ask("b")
+
+        async def lost(control: Control) -> None:
+            raise EngineFaultError(FaultKind.LOST, "the engine has gone")
+
+        context.control = lost  # type: ignore[union-attr, attr-defined]
+        with pytest.raises(ApiError, match="the engine has gone"):
+            await machine.ask("a")
+        assert await machine.ask("a") == "a"
+        assert machine.num_starts == 3
         await machine.pool.close()
 
     asyncio.run(run())

@@ -197,3 +197,27 @@ def test_presets_give_models_options_of_their_own(tmp_path: Path) -> None:
         assert answer.status_code == 400
         assert "64" in answer.json()["error"]["message"]
         assert server.complete("short", "a fox")["model"] == "short"
+
+
+def test_an_evicted_model_sleeps_in_its_process(tmp_path: Path) -> None:
+    """Room for one that is awake beside one that sleeps: each is started once, and finds its prompts in the files."""
+    models = folders(2)
+    weights = sum(path.stat().st_size for path in models[0].glob("*.safetensors"))
+    budget = 2 * (weights + PROCESS_BYTES) + 8_000_000 + 1000
+    arguments = ["-m", str(models[0]), "-m", str(models[1]), "--models-memory", str(budget), "--models-sleep", "1GB"]
+    names = [folder.name for folder in models]
+    with served(*arguments, "--kv-offload-dir", str(tmp_path / "kv")) as server:
+        texts: dict[str, set[str]] = {}
+        for turn in range(6):
+            name, other = names[turn % 2], names[1 - turn % 2]
+            answer = server.complete(name)
+            texts.setdefault(name, set()).add(answer["choices"][0]["text"])
+            assert (cached(answer) > 0) == (turn > 1)
+            states = states_of(server.client)
+            assert states == {name: "loaded", other: "sleeping" if turn else "unloaded"}
+            assert server.client.get("/api/ps").json()["memory"]["used"] <= budget
+        assert all(len(found) == 1 for found in texts.values())
+        assert server.client.post("/models/unload", json={"model": names[0]}).json() == {"success": True}
+        assert states_of(server.client) == {names[0]: "unloaded", names[1]: "loaded"}
+        assert sum("model loaded" in line for line in server.lines) == 2
+        assert server.complete(names[0])["choices"][0]["text"] in texts[names[0]]

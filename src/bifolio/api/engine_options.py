@@ -61,6 +61,7 @@ class EngineOptions:
     quantization: str | None = None  # of dense models, at load
     cpu_experts: str | int | None = None
     tensor_parallel_size: int = 1
+    sleep_mode: bool = False  # on a GPU: weights and cache can be given back
     adapters: AdapterConfig = USUAL_ADAPTERS
     tiers: TierSettings | None = None
 
@@ -70,6 +71,8 @@ class EngineOptions:
             raise ConfigError(f"tensor_parallel_size is a number of processes from 1 to {MAX_RANKS}, not {size!r}")
         if read_cpu_experts(self.cpu_experts) is not None and size > 1:
             raise ConfigError("cpu_experts goes with tensor_parallel_size 1: leave one of them out")
+        if self.sleep_mode and size > 1:
+            raise ConfigError("enable_sleep_mode goes with tensor_parallel_size 1: leave one of them out")
 
     def kernels(self, given: KernelSet | str | None, device: str, threads: int | None, activations: str) -> KernelSet:
         """The given kernel set, or the one for the device; the ranks of tensor parallelism share the cores."""
@@ -77,7 +80,7 @@ class EngineOptions:
             if self.tensor_parallel_size > 1:
                 raise ConfigError("with tensor_parallel_size above 1, pass kernels by their name")
             return given
-        return select_kernels(
+        kernels = select_kernels(
             device,
             name=given,
             threads=self._threads(threads),
@@ -85,6 +88,9 @@ class EngineOptions:
             dtype=weight_dtype(self.dtype),
             deterministic=bool(self.deterministic),
         )
+        if self.sleep_mode:
+            kernels.use_arena()
+        return kernels
 
     def config(self, model: LoadedModel, kernels: KernelSet) -> EngineConfig:
         """The configuration before memory is planned: the number of blocks is still unlimited."""

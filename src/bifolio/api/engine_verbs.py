@@ -11,7 +11,8 @@ from bifolio.api.shared_engine import SharedEngine, Start
 from bifolio.api.weight_update import Source, updated_model
 from bifolio.engine.branches import BranchOwner
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.sleep import checked_tags, fall_asleep, wake
+from bifolio.engine.fault.out_of_memory import is_out_of_memory
+from bifolio.engine.sleep import checked_tags, fall_asleep, needs_weights, wake
 from bifolio.engine.weight_swap import replace_weights
 from bifolio.errors import ConfigError, RequestError
 from bifolio.model.adapters.sites import with_sites
@@ -67,7 +68,15 @@ class EngineVerbs:
 
     def prepared(self, model: LoadedModel) -> ModelWeights:
         """The weights of a model as this engine uses them: rounded, placed and packed."""
-        return with_sites(prepare(self._placed(model).weights, self.engine.runner.kernels))
+        try:
+            return with_sites(prepare(self._placed(model).weights, self.engine.runner.kernels))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                "new weights do not fit beside those in use: let the engine sleep, wake the weights alone "
+                "(/wake_up?tags=weights), load them, and then wake the cache"
+            ) from None
 
     def exchange(self, model: LoadedModel, prepared: ModelWeights) -> int:
         """Replace the weights between two steps; they were prepared before."""
@@ -77,7 +86,10 @@ class EngineVerbs:
         return version
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: the cache (level 1), or the cache and the weights (level 2)."""
+        """Give memory back until `wake_up`: the cache (level 1), or the cache and the weights (level 2).
+
+        On a GPU level 1 moves the weights to the host, and needs `enable_sleep_mode`.
+        """
 
         def sleep() -> None:
             if self.engine.has_work:
@@ -93,8 +105,7 @@ class EngineVerbs:
 
     def awake_weights(self, tags: Sequence[str] | None) -> ModelWeights | None:
         """Prepared weights for an engine whose weights sleep and are to wake."""
-        wakes = "weights" in self.engine.asleep and (tags is None or "weights" in tags)
-        return self.prepared(self.model) if wakes else None
+        return self.prepared(self.model) if needs_weights(self.engine, tags) else None
 
     def is_sleeping(self) -> bool:
         """Whether memory was given back and not all of it is in use again."""

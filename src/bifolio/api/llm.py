@@ -66,9 +66,10 @@ class LLM(EngineVerbs, PoolingCalls):
     the type of the cache. `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU
     for output that depends on the request alone, to the last bit; on the CPU it always does. `cpu_experts` ("all",
     "auto" or a number of layers) leaves experts of a mixture in the memory of the host beside a GPU.
-    `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles a GPU's
-    kernels and captures its decode steps before the first request. Blocks that leave the cache are kept in
-    `kv_offload` bytes of memory ("8GB") and in files under `kv_offload_dir`, at most `kv_offload_disk` bytes.
+    `tensor_parallel_size` processes share the model, each with a part of every matrix. An engine on a GPU can `sleep`
+    with `enable_sleep_mode`. `warm_up` compiles a GPU's kernels and captures its steps before the first request. Blocks
+    that leave the cache are kept in `kv_offload` bytes of memory ("8GB") and in files under `kv_offload_dir`, at most
+    `kv_offload_disk` bytes.
     `lora_modules` are low-rank adapters by name, each a path or a list of (path, factor) that are added
     (docs/lora.md); requests name one as `lora_request`. `max_loras` of them stay in memory; unknown names are
     looked up in `lora_dir`. Sizes that are not given are small on the CPU and large on a GPU
@@ -100,6 +101,7 @@ class LLM(EngineVerbs, PoolingCalls):
         kernels: KernelSet | str | None = None,
         cpu_experts: str | int | None = None,
         tensor_parallel_size: int = 1,
+        enable_sleep_mode: bool = False,
         activations: str = NUMERICS.activations,
         gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
@@ -132,7 +134,7 @@ class LLM(EngineVerbs, PoolingCalls):
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
             tensor_parallel_size=tensor_parallel_size, quantization=weight_quantization(quantization),
-            cpu_experts=cpu_experts,
+            cpu_experts=cpu_experts, sleep_mode=enable_sleep_mode,
             adapters=AdapterConfig(max_loras, max_lora_rank, None if lora_dir is None else str(lora_dir)),
             tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip

@@ -92,6 +92,8 @@ class Control(msgspec.Struct, tag="control", omit_defaults=True):
     host: str = ""  # of a communicator that a trainer joins
     port: int = 0
     world_size: int = 0
+    backend: str = ""  # nccl or gloo; "": the best of this machine
+    trainer_uuid: str = ""  # of its GPU
     name: str = ""  # of a tensor that the trainer sends next
     dtype: str = ""
     shape: list[int] = []

@@ -122,6 +122,10 @@ TensorParallelSize = Annotated[
         "--tensor-parallel-size", min=1, help="Processes that share the model, each with a part of it.", advanced=True
     ),
 ]
+EnableSleepMode = Annotated[
+    bool,
+    commands.option("--enable-sleep-mode", help="A GPU's engine can sleep and take other weights.", advanced=True),
+]
 Device = Annotated[str, commands.option("--device", help="Device: auto, cpu, cuda or cuda:N.")]
 KvOffload = Annotated[
     str | None, commands.option("--kv-offload", help="Memory for blocks that leave the KV cache, such as 8GB.")
@@ -220,6 +224,7 @@ class Engine(Numerics):
     cpu_experts: CpuExperts = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     tensor_parallel_size: TensorParallelSize = 1
+    enable_sleep_mode: EnableSleepMode = False
     kv_offload: KvOffload = None
     kv_offload_dir: KvOffloadDir = None
     kv_offload_disk: KvOffloadDisk = None

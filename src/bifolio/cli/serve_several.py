@@ -39,6 +39,12 @@ class SeveralOptions:
             "--models-memory", help="The most memory of all loaded models; default: 80 % of the free memory."
         ),
     ] = None
+    models_sleep: Annotated[
+        str | None,
+        commands.option(
+            "--models-sleep", help="Host memory for weights of evicted models, which sleep; default: they end."
+        ),
+    ] = None
     keep: Annotated[
         list[str] | None, commands.option("--keep", help="Name of a model that stays loaded; repeatable.")
     ] = None
@@ -56,6 +62,7 @@ class SeveralOptions:
         from bifolio.engine.host_memory import free_memory
         from bifolio.engine.memory import read_size
         from bifolio.errors import ConfigError
+        from bifolio.kernels.select import resolve_device
         from bifolio.serve.several.application import seconds_of
         from bifolio.serve.several.settings import CACHE_BYTES, SeveralModels, find_models
 
@@ -72,18 +79,22 @@ class SeveralOptions:
         if engine.mmproj is not None:
             raise ConfigError("--mmproj is for one model: put the file of each tower beside its model")
         cache_bytes = read_size(engine.memory) or CACHE_BYTES
-        budget = read_size(self.models_memory) or int(BUDGET * free_memory())
-        presets, kept = self._presets(engine, cache_bytes)
+        device = resolve_device(engine.device)
+        on_device = device.startswith("cuda")
+        free = free_memory_of(device) if on_device and self.models_memory is None else free_memory()
+        budget = read_size(self.models_memory) or int(BUDGET * free)
+        presets, kept = self._presets(engine, cache_bytes, on_device)
         return SeveralModels(
-            find_models(models, self.models_dir, cache_bytes, presets),
+            find_models(models, self.models_dir, cache_bytes, presets, on_device=on_device),
             budget,
             cache_bytes,
             frozenset([*(self.keep or ()), *kept]),
             None if self.keep_alive is None else seconds_of(self.keep_alive),
             self.models_wait,
+            read_size(self.models_sleep) or 0,
         )
 
-    def _presets(self, engine: BatchEngine, cache_bytes: int) -> tuple[list[ModelSource], list[str]]:
+    def _presets(self, engine: BatchEngine, cache_bytes: int, on_device: bool) -> tuple[list[ModelSource], list[str]]:
         """The models of the preset file, and the names of those that stay loaded."""
         from bifolio.cli.presets import read_presets
         from bifolio.engine.memory import read_size
@@ -98,5 +109,20 @@ class SeveralOptions:
             if options["speculative"] is not None:
                 options["speculative"] = asdict(options["speculative"])
             options["memory"] = read_size(preset.engine.memory) or cache_bytes
-            found.append(model_source(preset.name, preset.reference, options["memory"], options))
+            source = model_source(preset.name, preset.reference, options["memory"], options, on_device=on_device)
+            found.append(source)
         return found, [preset.name for preset in presets if preset.keep]
+
+
+def free_memory_of(device: str) -> int:
+    """Free bytes of a GPU, asked in a process of its own: a context in this one would take some of them."""
+    import subprocess
+    import sys
+
+    from bifolio.errors import ConfigError
+
+    code = f"import torch; print(torch.cuda.mem_get_info({device!r})[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"the free memory of {device} cannot be read: pass --models-memory")
+    return int(done.stdout)

@@ -82,6 +82,8 @@ class MoeConfig:
     shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
     scales_inputs: bool = False  # the weight of a token's one expert multiplies its input, not its output (Llama 4)
     band: float = 0.0  # sparse mixing (`kernels.interface.Router`); 0: off
+    zero_experts: int = 0  # more experts, whose output is their input; they are behind the others
+    shortcut: bool = False  # the sum of the experts is added behind the next layer, the shared MLP at once (LongCat)
     beside_mlp: bool = False  # experts are added to the MLP, each with norms of its own; experts have factors (Gemma 4)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,8 @@ class MoeConfig:
                 raise ConfigError(f"the model's {name} must be between 1 and {EXPERT_LIMITS[name]}, not {value!r}")
         if not 0 <= self.shared_size <= EXPERT_LIMITS["expert_size"]:
             raise ConfigError(f"the width of the shared experts must not be {self.shared_size}")
+        if not 0 <= self.zero_experts <= EXPERT_LIMITS["num_experts"]:
+            raise ConfigError(f"a network with {self.zero_experts} experts that return their input is not supported")
         if self.scales_inputs and self.top_k != 1:
             raise ConfigError(f"weights multiply the inputs of one expert of a token, not of {self.top_k}")
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:

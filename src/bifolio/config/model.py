@@ -259,6 +259,8 @@ class ModelConfig:
                 raise ConfigError(f"layer {index} cannot read the keys and values of layer {source}")
             if not layer.chooses and (index == 0 or not self.indexed_layers):
                 raise ConfigError(f"layer {index} reads chosen positions, and no layer before it has an indexer")
+        if self.moe is not None and self.moe.shortcut and self.has_experts(self.num_layers - 1):
+            raise ConfigError("the experts of the last layer cannot be added behind the next one")
         if not self.attention_layers and not self.recurrent_layers:
             raise ConfigError("models without any attention or recurrent layer are not supported")
         if (self.recurrent is not None) != bool(self.recurrent_layers):

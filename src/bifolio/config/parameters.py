@@ -99,7 +99,7 @@ def _mlp(config: ModelConfig, layer: int) -> int:
 
 def _experts(config: ModelConfig, moe: MoeConfig, num_experts: int) -> int:
     d, width = config.hidden_size, moe.expert_size
-    router = moe.num_experts * (d + moe.router_bias)  # the selection bias is state of training, no parameter
+    router = (moe.num_experts + moe.zero_experts) * (d + moe.router_bias)  # the bias of the choice is no parameter
     matrices = 3 if config.gated_mlp else 2
     expert = matrices * d * width + ((matrices - 1) * width + d) * moe.expert_bias
     norms = 4 * d + moe.num_experts if moe.beside_mlp else 0

@@ -16,7 +16,7 @@ from bifolio.engine.expert_placement import with_host_experts
 from bifolio.engine.host_memory import free_memory, total_memory
 from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
 from bifolio.engine.parallel.team import RankTeam
-from bifolio.engine.speculative.hidden_draft import STATE_BYTES
+from bifolio.engine.speculative.tracks import STATE_BYTES
 from bifolio.engine.state_plan import plan_states
 from bifolio.engine.warm_up import warm_up
 from bifolio.errors import ConfigError

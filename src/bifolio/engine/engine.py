@@ -184,7 +184,7 @@ class InferenceEngine(KeptConversations):
         self.slots.update(plan)
         speculator = self.speculator
         if speculator is not None:
-            plan = speculator.fill(plan)  # a draft model runs here
+            plan = speculator.fill(plan, self.slots)  # a draft model runs here
         if self.blocks.has_states:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         drawn, pooled = plan.split()

@@ -124,6 +124,8 @@ class ModelRunner:
         if model.tower is not None and peers is None:
             images = ImageReader(model.tower, kernels)
         weights = with_sites(prepare(model.weights, kernels, on_load))
+        if kernels.arena is not None:
+            kernels.arena.adopt(weights)
         runner = cls(weights, kernels, kernels.new_storage(layout), peers, images)
         runner.exchange(weights)
         return runner
@@ -341,6 +343,8 @@ class DecodeExecutor(_Executor):
 
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
         """Queue a decode step: a CUDA graph replay on a device that keeps the slots, else a plain pass."""
+        if plan.is_verified:
+            return Launched(slots.verify(plan), None)
         on_device = None if with_states else slots.decodes_on_device(plan)  # a graph gives out no hidden states
         if on_device is None or slots.device is None:
             return super().launch(plan, readout, slots, with_states)

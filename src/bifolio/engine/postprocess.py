@@ -277,14 +277,15 @@ class Postprocessor:
         sequence = item.sequence
         if sequence.finish_reason is not None or self._speculation is None:
             return
-        accepted = num_accepted(item.drafts, drawn.token_ids[rows.start : rows.stop])
-        sequence.num_drafted += len(item.drafts)
+        drafts = item.drafts if self._speculator is None else self._speculator.known(item)
+        accepted = num_accepted(drafts, drawn.token_ids[rows.start : rows.stop])
+        sequence.num_drafted += len(drafts)
         sequence.num_accepted += accepted
         if self._speculator is not None:
-            self._speculator.observe(sequence, len(item.drafts), accepted)
+            self._speculator.observe(sequence, len(drafts), accepted)
         if sequence.request.steps is not None:
             position = len(sequence.output_token_ids)
-            sequence.request.steps.append(DraftStep(sequence.index, position, tuple(item.drafts), accepted))
+            sequence.request.steps.append(DraftStep(sequence.index, position, drafts, accepted))
         for row in rows[: accepted + 1]:
             self._add_token(sequence, drawn, row, results)
             if sequence.finish_reason is not None:

@@ -1,11 +1,12 @@
 """Sleep: an engine that gives its memory back until it is woken.
 
     level 1   the pages of the cache; all prefixes, branches and kept conversations are forgotten, but for the blocks
-              that tiers have: these come back after waking
-    level 2   these, and the prepared weights: waking prepares them again from the model's files
+              that tiers have: these come back after waking. On a GPU the weights move to pinned memory of the host
+    level 2   the cache and the prepared weights: waking prepares them again from the model's files
 
-Requests that are in flight keep their tokens and wait; they are computed again after waking. Nothing moves: the
-addresses of the cache stay valid, and the system maps zeros when they are touched again.
+Requests that are in flight keep their tokens and wait; they are computed again after waking. All addresses stay valid,
+those in captured graphs included: on a CPU the system maps zeros when they are touched again, and an arena
+(`kernels.arena`) maps memory of the device when it wakes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,14 @@ def fall_asleep(engine: InferenceEngine, level: int) -> None:
     while engine.batcher.drop_kept():
         pass
     if engine.tiers is not None:
+        engine.tiers.settle(engine, FLUSH_SECONDS)
         engine.tiers.copies.flush(FLUSH_SECONDS)
     engine.blocks.drop_cached()
+    arena = engine.runner.kernels.arena
+    if arena is not None:
+        arena.sleep(keep_weights=level == 1)
+        engine.asleep |= set(PARTS)
+        return
     release_cache(engine.runner.storage)
     engine.asleep |= {"kv_cache"} if level == 1 else set(PARTS)
     if level == 2:
@@ -52,8 +59,13 @@ def fall_asleep(engine: InferenceEngine, level: int) -> None:
 def wake(engine: InferenceEngine, tags: Sequence[str] | None, weights: ModelWeights | None) -> None:
     """Wake the parts that `tags` names, by default all; `weights` are prepared ones if these slept."""
     checked_tags(tags)
-    woken = set(PARTS if tags is None else tags)
-    if weights is not None:
+    woken = set(PARTS if tags is None else tags) & engine.asleep
+    arena = engine.runner.kernels.arena
+    if arena is not None:
+        arena.wake(woken)
+        if weights is not None:
+            arena.refill(engine.runner.weights, weights)
+    elif weights is not None:
         engine.runner.exchange(weights)
     engine.asleep -= woken
 
@@ -64,12 +76,29 @@ def checked_tags(tags: Iterable[str] | None) -> None:
             raise ConfigError(f"the parts of an engine that wake are {' and '.join(PARTS)}, not {tag!r}")
 
 
+def needs_weights(engine: InferenceEngine, tags: Iterable[str] | None) -> bool:
+    """Whether weights that are to wake must be prepared from the model's files."""
+    if "weights" not in engine.asleep or (tags is not None and "weights" not in tags):
+        return False
+    arena = engine.runner.kernels.arena
+    return arena is None or not arena.keeps_weights
+
+
 def check_can_sleep(engine: InferenceEngine) -> None:
     """Refuse to sleep where memory could not be given back, or other memory refers to it."""
     method = None if engine.config.speculative is None else engine.config.speculative.method
-    on_device = engine.slots.device is not None or engine.runner.kernels.memory() is not None
-    if on_device or engine.runner.peers is not None or method not in (None, "ngram"):
-        raise ConfigError("an engine sleeps on the CPU, in one process and without a draft model: make a new LLM")
+    if engine.runner.peers is not None or method not in (None, "ngram"):
+        raise ConfigError("an engine sleeps in one process and without a draft model: make a new LLM")
+    if is_on_device(engine) and engine.runner.kernels.arena is None:
+        raise ConfigError(
+            "an engine on a GPU sleeps if it was started for it: pass enable_sleep_mode (--enable-sleep-mode) to a "
+            "new LLM, on a driver that can map memory"
+        )
+
+
+def is_on_device(engine: InferenceEngine) -> bool:
+    """Whether weights and cache are in the memory of a device."""
+    return engine.slots.device is not None or engine.runner.kernels.memory() is not None
 
 
 def release_cache(storage: KVStorage) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.forced_tokens import ForcedTokens
-from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
+from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token, wants_prompt_logits
 from bifolio.engine.unmasked_draws import UnmaskedDraws
 from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, PhaseError, RequestError
 from bifolio.images import shift_at
@@ -24,8 +24,10 @@ from bifolio.sampling.edits import device_edits
 from bifolio.sampling.joint_masks import JointMasks
 from bifolio.sampling.logprobs import finish_scores
 from bifolio.sampling.sampler import NOTHING, NOTHING_FOLLOWS, SampledTokens, Sampler, SamplingTable
-from bifolio.schedule.plan import StepPlan
+from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
+
+NO_DRAFT = -2  # place without a draft, of a sequence that has fewer than others
 
 
 @dataclass(slots=True)
@@ -174,6 +176,12 @@ class SlotState:
             raise PhaseError("these slots are not on a device: run the plan as a batch")
         return self.device.prompt_states(batch.num_tokens)
 
+    def verified_states(self, row: int) -> Array:
+        """f32[1, taps * d]: the hidden state of the newest token of a decode whose drafts `verify` has verified."""
+        if self.device is None:
+            raise PhaseError("these slots are not on a device: run the plan as a batch")
+        return self.device.verified_states(row)
+
     def stage(self, plan: StepPlan, batch: HostBatch) -> Batch:
         """The batch in the kernel set's arrays, tokens in flight included."""
         staged = batch.to(self._kernels)
@@ -184,6 +192,30 @@ class SlotState:
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
         filled = self.device.fill_tokens(staged.token_ids, slots)
         return replace(staged, token_ids=filled)
+
+    def verifies_on_device(self, plan: StepPlan) -> bool:
+        """Whether the drafts of a plan are verified and accepted by one launch on the device (`verify`)."""
+        if self.device is None or plan.prefills or plan.is_uniform or self._blocks.has_states:
+            return False
+        most = max((item.num_new for item in plan.decodes), default=1) - 1
+        slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        if not most or not self.draws_drafts(slots) or not self.device.can_verify(slots, most):
+            return False
+        return all(_awaits_one_token(item) for item in plan.decodes)
+
+    def verify(self, plan: StepPlan) -> Draws:
+        """Launch the pass of a plan with drafts, its draws and their acceptance."""
+        if self.device is None:
+            raise PhaseError("these slots are not on a device: run the plan as a batch")
+        slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        self._send_progress(plan, slots)
+        drafts = np.full((len(slots), max(len(item.drafts) for item in plan.decodes)), NO_DRAFT, dtype=np.int32)
+        for row, item in zip(drafts, plan.decodes, strict=True):
+            row[: len(item.drafts)] = item.drafts
+        pending = self.device.verify(slots, drafts)
+        owners = np.repeat(slots, [item.num_new for item in plan.decodes])
+        unknown, excluding = SampledTokens.unknown(len(owners)), self.table.is_edited[owners]
+        return Draws(unknown, np.arange(len(owners)), self.table.num_logprobs[owners], excluding, pending)
 
     def decodes_on_device(self, plan: StepPlan) -> np.ndarray | None:
         """i32[n]: the slots of a plan that runs as one decode step on the device; None if it does not."""
@@ -196,16 +228,21 @@ class SlotState:
             reads = np.array([used.read for used in plan.states], np.int32)
             writes = np.array([used.writes[0][1] if used.writes else -1 for used in plan.states], np.int32)
             self.device.set_states(slots, reads, writes)
-        behind = ~self._is_current[slots]
-        if behind.any():
-            late = [item for item, is_late in zip(plan.decodes, behind.tolist(), strict=True) if is_late]
-            self.device.set_progress(
-                slots[behind],
-                np.array([item.start for item in late]),
-                np.array([newest_token(item, self._newest) for item in late]),
-            )
-            self._is_current[slots[behind]] = self._on_device[slots[behind]]  # beams change on the host
+        self._send_progress(plan, slots)
         return slots
+
+    def _send_progress(self, plan: StepPlan, slots: np.ndarray) -> None:
+        """Send lengths and newest tokens of the decodes that the device does not have."""
+        behind = ~self._is_current[slots]
+        if self.device is None or not behind.any():
+            return
+        late = [item for item, is_late in zip(plan.decodes, behind.tolist(), strict=True) if is_late]
+        self.device.set_progress(
+            slots[behind],
+            np.array([item.start for item in late]),
+            np.array([newest_token(item, self._newest) for item in late]),
+        )
+        self._is_current[slots[behind]] = self._on_device[slots[behind]]  # beams change on the host
 
     def draw_with_pass(self, plan: StepPlan, slots: np.ndarray) -> Draws | None:
         """Launch pass and draw of a decode step together; None when the host draws some tokens or the draw is late."""
@@ -322,3 +359,9 @@ def _any_in_flight(plan: StepPlan, masked: np.ndarray) -> bool:
 def _lengths(plan: StepPlan) -> np.ndarray:
     """i64[n]: cached tokens of each decode."""
     return np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
+
+
+def _awaits_one_token(item: ScheduledSequence) -> bool:
+    """Whether the sequence of a decode has one token, of known value, that is not computed, besides drafts."""
+    sequence = item.sequence
+    return sequence.group is None and sequence.num_tokens == item.start + 1 and not wants_prompt_logits(item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.sleep import is_on_device
 from bifolio.errors import ConfigError
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights
@@ -15,9 +16,14 @@ def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: Model
     is dropped, so no pass reads values of both.
     """
     method = None if engine.config.speculative is None else engine.config.speculative.method
-    on_device = engine.slots.device is not None or engine.runner.kernels.memory() is not None
-    if on_device or engine.runner.peers is not None or method not in (None, "ngram"):
-        raise ConfigError("weights are replaced on the CPU, in one process and without a draft model: make a new LLM")
+    arena = engine.runner.kernels.arena
+    if engine.runner.peers is not None or method not in (None, "ngram"):
+        raise ConfigError("weights are replaced in one process and without a draft model: make a new LLM")
+    if is_on_device(engine) and arena is None:
+        raise ConfigError(
+            "weights on a GPU are replaced where captured steps find them: pass enable_sleep_mode "
+            "(--enable-sleep-mode) to a new LLM"
+        )
     if engine.tiers is not None or model.tower is not None:
         kind = "a model that reads images" if model.tower is not None else "tiers, which hold blocks of the old weights"
         raise ConfigError(f"weights are not replaced with {kind}: make a new LLM")
@@ -25,8 +31,13 @@ def replace_weights(engine: InferenceEngine, model: LoadedModel, prepared: Model
     while engine.batcher.drop_kept():
         pass
     engine.blocks.drop_cached()
-    engine.runner.exchange(prepared)
-    engine.runner.programs.clear()
+    if arena is None:
+        engine.runner.exchange(prepared)
+        engine.runner.programs.clear()
+    else:  # programs and graphs read the same addresses
+        if "weights" in engine.asleep:
+            arena.wake({"weights"})
+        arena.refill(engine.runner.weights, prepared)
     engine.model = model
     engine.asleep.discard("weights")
     engine.weight_version += 1

@@ -46,6 +46,7 @@ class AttentionShape:
     causal: bool = False  # queries see no later token in segments that are not causal, either
     top_k: int = 0  # positions that an indexer chooses for a query (`choose`, `attend_chosen`); 0: all that it sees
     has_entries: bool = False  # of a network with compressed entries (`attend_entries`): passes are not recorded
+    has_identities: bool = False  # of a network with `take_identities`: a CPU records no passes
     bias: Array | None = None  # f32[num_heads, 2 * r + 1]  added to scores, by the key's position minus the query's:
     #                            column r is the distance 0; distances beyond r have the bias of r
 

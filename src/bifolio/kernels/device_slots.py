@@ -72,11 +72,20 @@ class DraftSlots(Protocol):
     ) -> PendingDrafts | None:
         """Draft `length` tokens for each of `slots` (i32[n]), which have no edits. None: the step is not captured.
 
+        The tokens stay on the device, too, where `DeviceSlots.verify` finds them.
+
         batch:      the pass over hidden states of the target, on the host but for `given`; its tokens end with the
                     newest one of each sequence
         tables:     i32[n, blocks]  from the first block of the head's context on
         positions:  i64[n]  of the first draft tokens; the noise of a draw depends on it
         entries:    i64[n]  entries of the head's context, behind which those of the drafts are written
+        """
+        ...
+
+    def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> PendingDrafts:
+        """Draft `length` tokens after those that the last `DeviceSlots.verify`, of the same slots, accepts.
+
+        The head reads the hidden states of that pass; its context ends before them. `tables` as for `draft`.
         """
         ...
 
@@ -190,6 +199,25 @@ class DeviceSlots(Protocol):
 
         For slots without edits. None: there is no room for so many draws.
         """
+        ...
+
+    def can_verify(self, slots: np.ndarray, length: int) -> bool:
+        """Whether `verify` has room for these slots (i32[n]) with `length` drafts each, and their options."""
+        ...
+
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> PendingTokens:
+        """Run a whole step that verifies drafts, for slots without edits whose newest tokens are not computed.
+
+        drafts:  i32[n, length]; -1: those that a head has left on the device, -2: none
+
+        A token is sampled after the newest one and after each draft: these are returned, slot by slot. Each slot keeps
+        the drafts before the first one that differs from the token sampled in its place, and the token sampled after
+        them: its length and its newest token on the device are then those.
+        """
+        ...
+
+    def verified_states(self, row: int) -> Array:
+        """f32[1, width]: the hidden state of the newest token of a slot of the last `verify`, by its place there."""
         ...
 
     def draft_slots(self, network: Any, storage: Any) -> DraftSlots | None:

@@ -284,6 +284,14 @@ def route_by_token(logits: Array, router: Router, table: Array, ids: Array) -> R
     return weighed(xp, experts, expert_scores(xp, as_float32(xp, logits), router.scoring), router)
 
 
+def take_identities(x: Array, routing: Routing, count: int) -> tuple[Routing, Array]:
+    xp = array_namespace(routing.weights)
+    kept = xp.astype(routing.experts < count, routing.weights.dtype)
+    share = xp.sum(routing.weights * (1 - kept), axis=-1, keepdims=True)
+    experts = routing.experts * xp.astype(kept, routing.experts.dtype)
+    return Routing(experts, routing.weights * kept, routing.shared), as_float32(xp, x) * share
+
+
 class Entries:
     """The operations as members of a kernel set."""
 
@@ -320,6 +328,9 @@ class Entries:
         storage: Storage | None,
     ) -> Array:
         return attend_entries(self, query, key, entries, chosen, compressor, shape, batch, storage)
+
+    def take_identities(self, x: Array, routing: Routing, count: int) -> tuple[Routing, Array]:
+        return take_identities(x, routing, count)
 
     def route_by_token(self, logits: Array, router: Router, table: Array, ids: Array) -> Routing:
         return route_by_token(logits, router, table, ids)

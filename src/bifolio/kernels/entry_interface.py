@@ -116,6 +116,13 @@ class EntryOperations(Protocol):
         """
         ...
 
+    def take_identities(self, x: Array, routing: Routing, count: int) -> tuple[Routing, Array]:
+        """(the routing without experts from `count` on, f32[t, d]: `x` times the sum of their weights).
+
+        Each of them becomes the first expert, with the weight 0.
+        """
+        ...
+
     def route_by_token(self, logits: Array, router: Router, table: Array, ids: Array) -> Routing:
         """The experts of each token by its row of a table, i32[vocab, top_k], with weights as those of `route`."""
         ...

@@ -16,6 +16,7 @@ from bifolio.kernels.interface import (
     Ranks,
     RoutedExperts,
     SharedMlp,
+    SleepMemory,
     SlotSizes,
     Storage,
 )
@@ -33,6 +34,7 @@ class HostArrays:
     stores_fp8 = False
     activation_planes = 0
     ranks: Ranks | None = None
+    arena: SleepMemory | None = None
 
     def build_facts(self) -> dict[str, str]:
         return {"numpy": np.__version__}
@@ -66,6 +68,9 @@ class HostArrays:
 
     def release_memory(self) -> None:
         """Do nothing: no memory is cached."""
+
+    def use_arena(self) -> None:
+        """Do nothing: pages of the host can be given back as they are."""
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         return None

@@ -10,7 +10,7 @@ operations, so every kernel set runs the same network. A set without one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -110,6 +110,7 @@ __all__ = [
     "Segments",
     "SharedMlp",
     "Shards",
+    "SleepMemory",
     "SlotSizes",
     "SplitNetwork",
     "StateUse",
@@ -158,6 +159,35 @@ class Ranks(Protocol):
 
     def all_reduce(self, x: Array) -> Array:
         """[t, d]: the sum over all ranks; the order of the additions does not change from run to run."""
+        ...
+
+
+class SleepMemory(Protocol):
+    """Memory of a device that is given back while an engine sleeps, and comes again at the same addresses."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether sleeping weights can wake from the host."""
+        ...
+
+    def adopt(self, tree: Any) -> None:
+        """Move the arrays of prepared weights here, in place."""
+        ...
+
+    def refill(self, tree: Any, source: Any) -> None:
+        """Copy other prepared weights into the arrays of `tree`."""
+        ...
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Give all memory back; contents of the cache are dropped."""
+        ...
+
+    def wake(self, parts: Collection[str]) -> None:
+        """Map the memory of "weights", "kv_cache" or both again."""
+        ...
+
+    def num_bytes(self, part: str) -> int:
+        """Bytes of a part when it is awake."""
         ...
 
 
@@ -211,6 +241,7 @@ class DraftNetwork:
     rotations: tuple[tuple[Array, float], ...]
     hidden_size: int
     given_width: int  # of the target's hidden states
+    state_scale: float  # factor of those that `Batch.taps` has
     token_ids: np.ndarray | None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
 
 
@@ -227,6 +258,7 @@ class KernelSet(Operations, Protocol):
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
     ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model
+    arena: SleepMemory | None  # of weights and caches; None: their memory stays on the device, or is the host's
 
     def build_facts(self) -> dict[str, str]:
         """Versions, instruction set and device: all beside the attributes above that decides on the bits of results."""
@@ -263,6 +295,10 @@ class KernelSet(Operations, Protocol):
 
     def release_memory(self) -> None:
         """Return cached memory to the device, after an out-of-memory error."""
+        ...
+
+    def use_arena(self) -> None:
+        """Keep later weights and caches in an `arena`, where the device has a driver that can map memory."""
         ...
 
     # -- whole steps --------------------------------------------------------------------------------------------------

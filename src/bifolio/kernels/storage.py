@@ -158,7 +158,12 @@ class KVStorage:
     """
 
     def __init__(
-        self, layout: CacheLayout, *, device: str = "cpu", backend: Literal["numpy", "torch"] = "numpy"
+        self,
+        layout: CacheLayout,
+        *,
+        device: str = "cpu",
+        backend: Literal["numpy", "torch"] = "numpy",
+        arena: Any = None,  # `SleepMemory`, whose `zeros` allocates all arrays; torch alone
     ) -> None:
         if backend == "numpy" and device != "cpu":
             raise ConfigError(f"numpy arrays cannot be stored on {device!r}: use backend='torch'")
@@ -173,7 +178,7 @@ class KVStorage:
         self.layout = layout
         self.num_layers, self.num_blocks, self.block_size = layout.num_layers, layout.num_blocks, layout.block_size
         self.num_kv_heads, self.head_dim, self.dtype = layout.num_kv_heads, layout.head_dim, layout.dtype
-        self.device, self.backend = device, backend
+        self.device, self.backend, self._arena = device, backend, arena
         shapes = [
             (self.num_blocks, count, self.block_size, layout.row_width(size)) for count, size in layout.layer_heads
         ]
@@ -231,9 +236,13 @@ class KVStorage:
 
     def write_block(self, block_id: int, data: np.ndarray) -> None:
         """Store the bytes of `read_block` of a storage with the same layout."""
-        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
-            raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
-        _put_bytes(self._arrays(), block_id, data)
+        self.write_blocks([block_id], data[None])
+
+    def write_blocks(self, block_ids: Sequence[int], data: np.ndarray) -> None:
+        """Store u8[n, block bytes]: one copy for each array, where the storage is in numpy's."""
+        if data.dtype != np.uint8 or data.shape != (len(block_ids), self.layout.bytes_per_block):
+            raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size // len(block_ids)}")
+        _put_bytes(self._arrays(), block_ids, data)
 
     def pack_blocks(self, block_ids: Sequence[int], packed: Array) -> None:
         """Copy whole blocks to u8[n, block bytes] on the device, in the order of `read_block`; torch tensors alone."""
@@ -263,7 +272,7 @@ class KVStorage:
         """Store the bytes of `read_state` of a storage with the same layout."""
         if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_state,):
             raise CacheError(f"a state has {self.layout.bytes_per_state} bytes, not {data.size}")
-        _put_bytes(self._state_arrays(), state, data)
+        _put_bytes(self._state_arrays(), [state], data[None])
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in every layer, as if all sources were read before the first write."""
@@ -309,12 +318,16 @@ class KVStorage:
         dtype = {
             "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn
         }[self.dtype]  # fmt: skip
+        if self._arena is not None:
+            return self._arena.zeros(shape, dtype)
         if self.device == "cpu":  # numpy's zeros are lazily mapped pages; torch's are written
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         """f32 zeros, mapped lazily on a CPU."""
+        if self._arena is not None:
+            return self._arena.zeros(shape, _import_torch().float32)
         if self.backend == "numpy" or self.device == "cpu":
             zeros = np.zeros(shape, dtype=np.float32)
             return zeros if self.backend == "numpy" else _import_torch().from_numpy(zeros)
@@ -359,17 +372,18 @@ def _bytes_of(array: Array) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _put_bytes(arrays: Sequence[Array], index: int, data: np.ndarray) -> None:
-    """Fill array[index] of each array with the bytes of its part, one part after the other."""
+def _put_bytes(arrays: Sequence[Array], indices: Sequence[int], data: np.ndarray) -> None:
+    """Fill array[indices] of each array with its columns of u8[n, bytes], one part after the other."""
     start = 0
     for array in arrays:
         shape = tuple(array.shape[1:])
-        part = data[start : start + math.prod(shape) * array.itemsize]
-        start += len(part)
+        part = data[:, start : start + math.prod(shape) * array.itemsize]
+        start += part.shape[1]
         if isinstance(array, np.ndarray):
-            array[index] = part.view(array.dtype).reshape(shape)
-        elif len(part):
-            array[index] = _import_torch().from_numpy(part.copy()).to(array.device).view(array.dtype).reshape(shape)
+            array[indices] = part.view(array.dtype).reshape(len(indices), *shape)  # a view, split along its rows
+        elif part.shape[1]:
+            for index, own in zip(indices, part, strict=True):
+                array[index] = _import_torch().from_numpy(own.copy()).to(array.device).view(array.dtype).reshape(shape)
 
 
 def _import_torch() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from bifolio.config import KVDtype
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, DeviceMemoryError
 from bifolio.kernels.interface import (
     Array,
     Batch,
@@ -20,6 +21,7 @@ from bifolio.kernels.interface import (
     Ranks,
     RoutedExperts,
     SharedMlp,
+    SleepMemory,
     SlotSizes,
     Storage,
 )
@@ -28,6 +30,7 @@ from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
+logger = logging.getLogger(__name__)
 LARGEST_PINNED = 1 << 20  # bytes of an array that goes through pinned memory
 
 
@@ -47,6 +50,7 @@ class TorchArrays:
     stores_fp8 = False
     activation_planes = 0
     ranks: Ranks | None = None
+    arena: SleepMemory | None = None
     has_host_experts = False  # some experts are in the memory of the host
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
@@ -135,7 +139,7 @@ class TorchArrays:
 
     # -- memory -----------------------------------------------------------------------------------------
     def new_storage(self, layout: CacheLayout) -> KVStorage:
-        return KVStorage(layout, device=self.device, backend="torch")
+        return KVStorage(layout, device=self.device, backend="torch", arena=self.arena)
 
     def memory(self) -> DeviceMemory | None:
         return CudaMemory(self.device) if self.is_cuda else None
@@ -144,6 +148,17 @@ class TorchArrays:
         if self.is_cuda:
             gc.collect()  # frames of a failed step may be part of a cycle
             torch.cuda.empty_cache()
+
+    def use_arena(self) -> None:
+        if not self.is_cuda:
+            return
+        from bifolio.kernels.arena import Arena
+        from bifolio.kernels.cuda.virtual_memory import CudaPages
+
+        try:
+            self.arena = Arena(CudaPages(self.device))
+        except DeviceMemoryError as error:
+            logger.warning("this engine cannot sleep: %s", error)
 
     # -- whole steps --------------------------------------------------------------------------------------
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:

@@ -42,7 +42,7 @@ OPERATION_PARTS = {
         "choose_entries",
         "attend_entries",
     ),
-    "MLP": ("act", "act_mul", "gate", "route", "route_by_token", "mix_experts"),
+    "MLP": ("act", "act_mul", "gate", "route", "route_by_token", "take_identities", "mix_experts"),
     "logits": ("take", "logits"),
 }  # products by their weights, all other operations: norms
 PART_OF = {name: part for part, names in OPERATION_PARTS.items() for name in names}

@@ -13,8 +13,11 @@ from bifolio.model.xielu import xielu_coefficients
 def feed_forward(
     layer: LayerWeights, x: Array, activation: str, gated: bool, batch: Batch, kernels: KernelSet, residual: Array
 ) -> Array:
-    """The part of a layer behind attention: a plain MLP, or a mixture of experts. x: the norm of the residual."""
-    if layer.moe is None:
+    """The part of a layer behind attention: a plain MLP, or a mixture of experts. x: the norm of the residual.
+
+    Experts whose sum is added later (`MoeWeights.is_shortcut`) are not part of it.
+    """
+    if layer.moe is None or layer.moe.is_shortcut:
         out = mlp(layer, x, activation, gated, batch, kernels)
     else:
         out = mixture(layer, layer.moe, x, activation, gated, batch, kernels, residual)
@@ -43,6 +46,18 @@ def mixture(
     residual: Array,
 ) -> Array:
     """The experts that each token chooses, and the shared MLP if there is one."""
+    mixed = chosen_experts(moe, x, batch, kernels, residual)
+    if not layer.up.parts:
+        return mixed
+    shared = mlp(layer, x, activation, gated, batch, kernels)
+    shared = shared if moe.mlp_output_norm is None else kernels.norm(shared, moe.mlp_output_norm)
+    if moe.shared_gate is not None:
+        shared = kernels.gate(shared, product(x, moe.shared_gate, batch, kernels))
+    return kernels.add(mixed, shared, 0.5 if moe.shared_mean else 1.0)
+
+
+def chosen_experts(moe: MoeWeights, x: Array, batch: Batch, kernels: KernelSet, residual: Array) -> Array:
+    """The weighted sum of the experts of each token. x: the norm of the residual."""
     routed = x if moe.router_norm is None else kernels.norm(residual, moe.router_norm)
     logits = product(routed, moe.router, batch, kernels)
     if moe.table is None:
@@ -53,16 +68,13 @@ def mixture(
     if moe.scales_inputs:
         inputs = kernels.weigh(inputs, routing)
         routing = kernels.route(logits, replace(moe.choice, renormalise=True))  # weights of 1
+    identities = None
+    if moe.has_identities:
+        routing, identities = kernels.take_identities(inputs, routing, len(moe.experts.up))
     adapters = None if moe.experts.site == NO_SITE else batch.adapters
     mixed = exchanged(kernels.mix_experts(inputs, routing, moe.experts, adapters), moe.shards, kernels)
-    mixed = mixed if moe.output_norm is None else kernels.norm(mixed, moe.output_norm)
-    if not layer.up.parts:
-        return mixed
-    shared = mlp(layer, x, activation, gated, batch, kernels)
-    shared = shared if moe.mlp_output_norm is None else kernels.norm(shared, moe.mlp_output_norm)
-    if moe.shared_gate is not None:
-        shared = kernels.gate(shared, product(x, moe.shared_gate, batch, kernels))
-    return kernels.add(mixed, shared, 0.5 if moe.shared_mean else 1.0)
+    mixed = mixed if identities is None else kernels.add(mixed, identities)
+    return mixed if moe.output_norm is None else kernels.norm(mixed, moe.output_norm)
 
 
 def product(x: Array, linear: Linear, batch: Batch, kernels: KernelSet) -> Array:

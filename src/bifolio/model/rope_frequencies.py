@@ -33,9 +33,8 @@ def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray
     wavelengths = 2 * np.pi / frequencies
     low = rope.original_max_position / rope.low_freq_factor
     high = rope.original_max_position / rope.high_freq_factor
-    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    span = rope.high_freq_factor - rope.low_freq_factor or 1.0  # 0: no frequency lies between
+    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / span
     blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
     scaled = np.where(wavelengths > low, frequencies / rope.factor, frequencies)
     return np.asarray(np.where((wavelengths >= high) & (wavelengths <= low), blended, scaled), dtype=np.float32)

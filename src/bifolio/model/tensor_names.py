@@ -359,7 +359,7 @@ def _moe(
     if moe is None:
         return None
     d, width, count = config.hidden_size, moe.expert_size, moe.num_experts
-    is_hashed = config.layers[layer].hashed
+    routed, is_hashed = count + moe.zero_experts, config.layers[layer].hashed
 
     def of_experts(parts: tuple[str, ...], rows: int, columns: int) -> tuple[Linear, ...]:
         rows = rows * (2 if parts is names.expert_up and len(parts) == 1 and config.gated_mlp else 1)
@@ -376,16 +376,16 @@ def _moe(
     router_norm = None
     if moe.beside_mlp:
         router_norm = Norm(vector(prefix + names.router_scale, (d,)) / np.float32(d**0.5), None, config.norm_eps)
-    router_bias = vector(f"{prefix}{names.router}.bias", (count,)) if moe.router_bias else None
+    router_bias = vector(f"{prefix}{names.router}.bias", (routed,)) if moe.router_bias else None
     gate = Linear((fetch(f"{prefix}{names.shared_gate}.weight", (1, d)),), (None,)) if moe.shared_gate else None
     return MoeWeights(
-        router=Linear((fetch(f"{prefix}{names.router}.weight", (count, d)),), (router_bias,)),
+        router=Linear((fetch(f"{prefix}{names.router}.weight", (routed, d)),), (router_bias,)),
         choice=Router(
             top_k=moe.top_k,
             scoring=moe.scoring,
             renormalise=moe.renormalise,
             scale=moe.scale,
-            bias=vector(prefix + names.selection_bias, (count,)) if moe.selection_bias and not is_hashed else None,
+            bias=vector(prefix + names.selection_bias, (routed,)) if moe.selection_bias and not is_hashed else None,
             num_groups=moe.num_groups,
             top_groups=moe.top_groups,
             group_best=moe.group_best,
@@ -401,6 +401,8 @@ def _moe(
         shared_gate=gate,
         scales_inputs=moe.scales_inputs,
         shared_mean=moe.shared_mean,
+        has_identities=moe.zero_experts > 0,
+        is_shortcut=moe.shortcut,
         router_norm=router_norm,
         input_norm=norm(names.expert_norm),
         output_norm=norm(names.post_expert_norm),

@@ -13,7 +13,7 @@ from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import NO_SITE, Array, Batch, Heads, KernelSet, Rotation, Storage
 from bifolio.long_rope import LONG_ROPE
 from bifolio.model.channel_scans import gated_units, selective_scan
-from bifolio.model.feed_forward import exchanged, feed_forward, joined, mlp, product
+from bifolio.model.feed_forward import chosen_experts, exchanged, feed_forward, joined, mlp, product
 from bifolio.model.hyper_connections import hyper_layers
 from bifolio.model.image_rows import given_rows
 from bifolio.model.keyed_weights import KeyedWeights
@@ -37,6 +37,7 @@ class Carried:
     heads: dict[int, Heads] = field(default_factory=dict)  # keys and values, by layer of the cache
     chosen: Array | None = None  # i32[t, top_k]  positions that the last indexer chose
     values: Columns | None = None  # of the first layer (RWKV)
+    experts: Array | None = None  # [t, d]  added behind the next layer
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -91,11 +92,15 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         if layer.has_mlp:
             if layer.mlp_shift is not None:
                 normed = kernels.recur(normed, layer.mlp_shift, batch, storage)
+            later, carried.experts = carried.experts, None
+            if layer.moe is not None and layer.moe.is_shortcut:
+                carried.experts = chosen_experts(layer.moe, normed, batch, kernels, x)
             delta = feed_forward(layer, normed, config.activation, config.gated_mlp, batch, kernels, x)
             if config.kept_norms:
                 x = kernels.add_to_streams(delta, normed, (config.kept_norms,))
             else:
                 x = kernels.add(x, delta, 1.0 if layer.inputs is not None else layer.scale)
+            x = x if later is None else kernels.add(x, later)
         if layer.inputs is not None and inputs is not None:
             x = kernels.add(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale)
         if rows is not None and number <= len(rows.deep):

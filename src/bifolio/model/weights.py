@@ -67,6 +67,8 @@ class MoeWeights:
     shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
     scales_inputs: bool = False  # weights multiply the inputs of the experts
     shared_mean: bool = False  # the outputs of the experts and of the shared MLP are averaged
+    has_identities: bool = False  # experts behind the last return their input
+    is_shortcut: bool = False  # their sum is added behind the next layer
     # Experts beside the MLP of the layer read the residual stream through norms of their own.
     router_norm: Norm | None = None
     input_norm: Norm | None = None
@@ -271,6 +273,7 @@ def attention_shape(
         queries_only=config.kv_source(layer) != layer,
         top_k=0 if config.mla is None else config.mla.index_top_k,
         has_entries=config.compressed is not None,
+        has_identities=config.moe is not None and config.moe.zero_experts > 0,
     )
 
 
@@ -391,6 +394,8 @@ def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         or moe.scales_inputs
         or moe.table is not None
         or moe.shared_mean
+        or moe.has_identities
+        or moe.is_shortcut
         or moe.experts.host is not None
     ):
         return layer

@@ -71,6 +71,7 @@ class StepPlan:
     preempted: tuple[Sequence, ...] = ()
     states: tuple[StatePass, ...] | None = None  # of `scheduled`, if the model has recurrent layers
     is_short: bool = False  # too few free blocks, and preemption has to wait for the step in flight
+    is_verified: bool = False  # one launch on the device verifies and accepts the drafts
     is_uniform: bool = False  # every decode is known to be one token of a sequence without a group
 
     def split(self) -> tuple[StepPlan, StepPlan]:

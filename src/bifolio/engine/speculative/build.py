@@ -35,8 +35,10 @@ def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | LoadedHea
     if config is None:
         return None
     drafter = _new_drafter(engine, draft_model, config)
-    policy = DraftPolicy(config.length, config.adaptive, engine.runner.kernels.launches_ahead)
-    return Speculator(drafter, policy, engine.config.max_model_len)
+    runs_ahead = engine.runner.kernels.launches_ahead
+    is_late = runs_ahead and not (drafter.reads_states and drafter.can_follow)
+    policy = DraftPolicy(config.length, config.adaptive, is_late)
+    return Speculator(drafter, policy, engine.config.max_model_len, plain_has_states=not runs_ahead)
 
 
 def _new_drafter(

@@ -37,7 +37,7 @@ class DraftModelDrafter(Drafter):
             for sequence in sequences
         }
 
-    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+    def fill(self, items: Sequences[ScheduledSequence], *, on_device: bool = False) -> list[tuple[int, ...]]:
         guesses: list[list[int]] = [[] for _ in items]
         self._catch_up(items)
         while active := [i for i, item in enumerate(items) if len(guesses[i]) < item.num_new - 1]:

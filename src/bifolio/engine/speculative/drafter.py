@@ -30,9 +30,24 @@ class Drafter:
         """The drafts available for each sequence (by id), at most `length` tokens."""
         raise NotImplementedError
 
-    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
-        """The draft tokens of scheduled decodes, as many as are reserved."""
+    def fill(self, items: Sequences[ScheduledSequence], *, on_device: bool = False) -> list[tuple[int, ...]]:
+        """The draft tokens of scheduled decodes, as many as are reserved.
+
+        `on_device`: they are verified there, and those that a device has are `ON_DEVICE` until they are `known`.
+        """
         raise NotImplementedError
+
+    def known(self, item: ScheduledSequence) -> tuple[int, ...]:
+        """The draft tokens of a decode that were on the device alone; its step is collected."""
+        return tuple(item.drafts)
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether it can draft after a verification on the device; one that reads no hidden states can."""
+        return True
+
+    def follow(self, plan: StepPlan, length: int) -> None:
+        """Draft up to `length` tokens after a verification that was just launched on the device."""
 
     def forget(self, sequence: Sequence) -> None:
         """Drop everything known of a sequence that leaves its slot."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from bifolio.config import CacheConfig
 from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.errors import PhaseError
 from bifolio.kernels.interface import (
     Array,
     AttentionPhase,
@@ -26,6 +27,7 @@ from bifolio.kernels.interface import (
     DraftSlots,
     KernelSet,
     Network,
+    PendingDrafts,
     StepProgram,
     Storage,
 )
@@ -142,21 +144,33 @@ class HeadRunner:
 
     def draft(
         self, runs: list[HeadRun], states: Array, slots: Sequence[int], positions: Sequence[int], lengths: Sequence[int]
-    ) -> np.ndarray | None:
+    ) -> PendingDrafts | None:
         """i32[s, n]: drafts behind the last token of each run, drawn on the device; None: it cannot.
 
         `lengths`: drafts that each sequence has blocks for; n is the largest of them.
         """
-        if self.on_device is None:
+        most = max(lengths)
+        if self.on_device is None or most > self.most_on_device:
             return None
-        most, ends = max(lengths), np.cumsum([len(run.tokens) for run in runs]) - 1
+        ends = np.cumsum([len(run.tokens) for run in runs]) - 1
         entries = np.array([run.start + len(run.tokens) - run.context_start for run in runs])
         tables = self._tables(runs, [count - 1 for count in lengths], most)
         batch = replace(self._host_batch(runs, AttentionPhase.DECODE, ends.tolist(), tables).on_host(), given=states)
-        pending = self.on_device.draft(
+        return self.on_device.draft(
             batch, tables, np.asarray(slots, dtype=np.int32), np.asarray(positions), entries, most
         )
-        return None if pending is None else pending.wait()
+
+    @property
+    def most_on_device(self) -> int:
+        """Draft tokens of a launch: those behind the last token of a model's context fit into one more block."""
+        return self.blocks.block_size
+
+    def follow(self, runs: list[HeadRun], slots: Sequence[int], length: int) -> PendingDrafts:
+        """i32[s, length]: drafts after the tokens of each run that the device accepts; their values are not known."""
+        if self.on_device is None:
+            raise PhaseError("this head runs pass by pass: keep the hidden states of the verification")
+        tables = self._tables(runs, [0] * len(runs), length)
+        return self.on_device.follow(np.asarray(slots, dtype=np.int32), tables, length)
 
     def _lay_out(self, runs: list[HeadRun], phase: AttentionPhase, logit_rows: list[int]) -> Batch:
         tables = self._tables(runs, [0] * len(runs), 0)
@@ -212,6 +226,7 @@ class HeadRunner:
             self._rotations,
             weights.config.hidden_size,
             weights.states_width,
+            weights.state_scale,
             weights.token_ids,
         )
 

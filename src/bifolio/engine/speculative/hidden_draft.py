@@ -9,75 +9,31 @@ its entries from them, at the next draft:
 
 The head never runs for a sequence that is not drafted for. States of rejected drafts are dropped; entries that the head
 computed from its own hidden states are computed again from those of the target.
+
+On a device that verifies drafts itself (`DeviceSlots.verify`) the head follows in the same step: it reads the states of
+the accepted tokens there and leaves the next drafts there (`Ahead`). The host collects the verified tokens meanwhile,
+and launches the next step without having seen the drafts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from bifolio.arrays import array_namespace
+from bifolio.engine.host_batch import ON_DEVICE
 from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.drafter import Drafter, Offer
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
-from bifolio.kernels.interface import Array, AttentionPhase
+from bifolio.engine.speculative.tracks import LEAST_STATES, STATE_BYTES, Ahead, Track
+from bifolio.kernels.interface import Array, AttentionPhase, PendingDrafts
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
-STATE_BYTES = 256 << 20  # of the states that wait for the head, in all slots
-LEAST_STATES = 64  # of one sequence, whatever their size
 LATE_STATES = 64  # more are computed in a pass of their own, before the first draft
-
-
-@dataclass(slots=True)
-class Track:
-    """The head's progress in one sequence: its context, and states without entries."""
-
-    context_start: int  # position of the first entry that drafts read
-    start: int  # position of the first state
-    count: int = 0  # of states
-    states: list[Array] = field(default_factory=list)  # [k, width] each, one after the other
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    def copy(self) -> Track:
-        return Track(self.context_start, self.start, self.count, list(self.states))
-
-    def add(self, states: Array) -> None:
-        self.states.append(states)
-        self.count += int(states.shape[0])
-
-    def take(self, count: int) -> list[Array]:
-        """Remove the first `count` states."""
-        taken, left = [], count
-        while left:
-            first = self.states[0]
-            size = int(first.shape[0])
-            if size > left:
-                self.states[0] = first[left:]
-                first, size = first[:left], left
-            else:
-                del self.states[0]
-            taken.append(first)
-            left -= size
-        self.start += count
-        self.count -= count
-        return taken
-
-    def cut(self, end: int) -> None:
-        """Drop the states of positions from `end` on."""
-        while self.end > end and self.states:
-            size, over = int(self.states[-1].shape[0]), self.end - end
-            if size <= over:
-                del self.states[-1]
-            else:
-                self.states[-1] = self.states[-1][: size - over]
-            self.count -= min(size, over)
+RECENT = 2  # launches of drafts whose tokens still lie in host memory
 
 
 class HiddenDraft(Drafter):
@@ -91,6 +47,8 @@ class HiddenDraft(Drafter):
         self._slots = slots
         self._chunk_size = chunk_size
         self._tracks: dict[int, Track] = {}  # by sequence id
+        self._in_plan: dict[int, tuple[PendingDrafts, int]] = {}  # drafts of a step in flight and their row, likewise
+        self._num_launches = 0  # of drafts on the device
         row_bytes = 4 * runner.weights.states_width
         self._most_states = max(STATE_BYTES // (row_bytes * len(slots.tables)), LEAST_STATES)
 
@@ -106,6 +64,7 @@ class HiddenDraft(Drafter):
         row, size, last = 0, self.runner.blocks.block_size, len(plan.decodes)
         for number, item in enumerate(plan.decodes + plan.prefills):
             start, count = item.start, item.num_new
+            self._settle(item.sequence, start)
             if item.sequence.group is None:
                 # Within a block, a decode follows entries of the same tokens.
                 if number >= last or start % size == 0 or start % size + count > size:
@@ -117,8 +76,12 @@ class HiddenDraft(Drafter):
     def _add(self, item: ScheduledSequence, states: Array) -> None:
         start = item.start
         track = self._tracks.get(item.sequence.id)
+        if track is not None:
+            track.ahead = None  # its drafts do not follow this pass
         if track is not None and track.start + track.count > start:
             track.cut(start)
+        elif track is not None and 0 < start - track.end <= self.runner.blocks.block_size:  # a few plain steps
+            track.add(_zeros(states, start - track.end))
         if track is None or track.start + track.count != start:
             track = self._tracks[item.sequence.id] = self._new_track(item, states)
         track.states.append(states)
@@ -134,8 +97,7 @@ class HiddenDraft(Drafter):
         start, end = self.runner.blocks.context(self._slots.tables[item.slot], item.start)
         track = Track(start, end)
         if end < item.start:
-            zeros = array_namespace(states).zeros_like(states[:1])
-            track.add(_joined([zeros] * (item.start - end)))
+            track.add(_zeros(states, item.start - end))
         return track
 
     def _drop(self, track: Track) -> None:
@@ -156,6 +118,7 @@ class HiddenDraft(Drafter):
 
     def forget(self, sequence: Sequence) -> None:
         self._tracks.pop(sequence.id, None)
+        self._in_plan.pop(sequence.id, None)
 
     # -- drafts -------------------------------------------------------------------------------------------------------
     def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
@@ -166,23 +129,102 @@ class HiddenDraft(Drafter):
             if track is None:
                 continue
             track.cut(sequence.num_tokens - 1)
-            if track.count and track.end == sequence.num_tokens - 1:
+            self._settle(sequence, sequence.num_tokens - 1)
+            ahead = self._ahead(sequence)
+            if ahead is not None:
+                offers[sequence.id] = Offer(min(length, ahead.length), 0)
+            elif track.count and track.end == sequence.num_tokens - 1:
                 offers[sequence.id] = Offer(length, 0, max(track.count - length - 1, 0))
         return offers
 
-    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+    def fill(self, items: Sequences[ScheduledSequence], *, on_device: bool = False) -> list[tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        late = []
+        for item in items:
+            ahead = self._ahead(item.sequence)
+            if ahead is None or ahead.length < item.num_new - 1:
+                late.append(item)
+            else:
+                found[item.slot] = self._taken(item, ahead.pending, ahead.row, on_device)
+        if late:
+            tokens = self._draft(late, on_device)
+            found |= {item.slot: guess for item, guess in zip(late, tokens, strict=True)}
+        return [found[item.slot] for item in items]
+
+    def _draft(self, items: Sequences[ScheduledSequence], on_device: bool) -> list[tuple[int, ...]]:
+        """Drafts from states that are kept, in one launch where the device draws them."""
         started = time.perf_counter()
         runs, given = self._first_runs(items)
         slots = [item.slot for item in items]
         if self._slots.draws_drafts(slots):
             positions, lengths = [item.sequence.num_tokens for item in items], [item.num_new - 1 for item in items]
-            drawn = self.runner.draft(runs, given, slots, positions, lengths)
-            if drawn is not None:
+            pending = self.runner.draft(runs, given, slots, positions, lengths)
+            if pending is not None:
+                self._num_launches += 1
                 self._computed(runs)
-                self.measured(sum(len(run.tokens) for run in runs), time.perf_counter() - started)
-                rows = zip(drawn.clip(0).tolist(), lengths, strict=True)
-                return [tuple(tokens[:length]) for tokens, length in rows]
+                drafts = [self._taken(item, pending, row, on_device) for row, item in enumerate(items)]
+                if not on_device:
+                    self.measured(sum(len(run.tokens) for run in runs), time.perf_counter() - started)
+                return drafts
         return self._fill_by_passes(items, runs, given)
+
+    # -- drafts on a device, ahead of the host -------------------------------------------------------------------------
+    @property
+    def can_follow(self) -> bool:
+        return self.runner.on_device is not None
+
+    def follow(self, plan: StepPlan, length: int) -> None:
+        """Draft after a verification on the device; entries of tokens that it rejects are computed again."""
+        runs, followed, states, length = [], [], [], min(length, self.runner.most_on_device)
+        for row, item in enumerate(plan.decodes):
+            self._settle(item.sequence, item.start)
+            track, table = self._tracks.get(item.sequence.id), self._table(item)
+            is_read = track is not None and not track.count and track.start == item.start
+            self.runner.blocks.overwritten(table, item.start, item.start + item.num_new)
+            if track is not None and is_read:
+                followed.append((row, item, track))
+                first = track.context_start
+            else:  # the head has not read the tokens before: it keeps the state, and writes to the padding block
+                table, first = table[:0], item.start
+                states.append((item, self._slots.verified_states(row) * self.runner.weights.state_scale))
+            runs.append(HeadRun(table, first, item.start, [0] * item.num_new, _rope(item.sequence)))
+        pending = self.runner.follow(runs, [item.slot for item in plan.decodes], length)
+        self._num_launches += 1
+        for row, item, track in followed:
+            track.ahead = Ahead(pending, row, length, self._num_launches, item.slot, item.start, item.num_new)
+        for item, kept in states:
+            self._add(item, kept)
+
+    def known(self, item: ScheduledSequence) -> tuple[int, ...]:
+        pending, row = self._in_plan.pop(item.sequence.id)
+        return tuple(pending.wait()[row, : len(item.drafts)].clip(0).tolist())
+
+    def _taken(self, item: ScheduledSequence, pending: PendingDrafts, row: int, on_device: bool) -> tuple[int, ...]:
+        """The drafts of a row for a decode."""
+        if on_device:
+            self._in_plan[item.sequence.id] = pending, row
+            return (ON_DEVICE,) * (item.num_new - 1)
+        return tuple(pending.wait()[row, : item.num_new - 1].clip(0).tolist())
+
+    def _settle(self, sequence: Sequence, end: int) -> None:
+        """Count the entries of a verification that accepted the tokens before `end`, the newest one."""
+        track = self._tracks.get(sequence.id)
+        ahead = None if track is None else track.ahead
+        if track is None or ahead is None or ahead.end >= 0:
+            return
+        if ahead.start < end <= ahead.start + ahead.count:
+            self.runner.blocks.computed(self._slots.tables[ahead.slot], ahead.start, end)
+            track.start = ahead.end = end
+        else:
+            track.ahead = None
+
+    def _ahead(self, sequence: Sequence) -> Ahead | None:
+        """The drafts on the device that follow the newest token of a sequence."""
+        track = self._tracks.get(sequence.id)
+        ahead = None if track is None else track.ahead
+        if ahead is None or ahead.end != sequence.num_tokens - 1 or self._num_launches - ahead.number > RECENT:
+            return None
+        return ahead
 
     def _fill_by_passes(
         self, items: Sequences[ScheduledSequence], runs: list[HeadRun], given: Array
@@ -283,6 +325,11 @@ class HiddenDraft(Drafter):
         whole = np.full((len(found), sampler.vocab_size), -np.inf, np.float32)
         whole[:, ids] = found
         return list(sampler.sample(whole, slots, positions, pending).token_ids)
+
+
+def _zeros(states: Array, count: int) -> Array:
+    """[count, width], for positions whose states were not returned."""
+    return _joined([array_namespace(states).zeros_like(states[:1])] * count)
 
 
 def _joined(states: list[Array]) -> Array:

@@ -32,7 +32,7 @@ class NgramDrafter(Drafter):
                 offers[sequence.id] = Offer(len(guess), size)
         return offers
 
-    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+    def fill(self, items: Sequences[ScheduledSequence], *, on_device: bool = False) -> list[tuple[int, ...]]:
         return [self._guesses.get(item.sequence.id, ())[: item.num_new - 1] for item in items]
 
     def forget(self, sequence: Sequence) -> None:

@@ -20,7 +20,7 @@ from bifolio.engine.speculative.drafter import Offer
 SHARE = 0.015  # of the time of plain decoding: the most that drafts may lose; gains of twice as much are noise
 CREDIT = 8.0  # plain steps: the largest balance
 EVERY = 64  # steps without drafts before a trial, and with drafts before plain steps are measured again
-MEMORY = 16  # observations that an average remembers
+MEMORY = 8  # observations that an average remembers
 WARM = 2  # plain steps after drafts that are not measured: the drafter's weights are in the caches
 PRIOR = 0.6  # acceptance of a draft token before the first trial
 
@@ -37,8 +37,8 @@ class _Mean:
         self.count += 1
 
     def add_trial(self, is_right: bool) -> None:
-        self.count = min(self.count + 1, MEMORY)
-        self.value += (is_right - self.value) / self.count
+        self.count += 1
+        self.value += (is_right - self.value) / min(self.count, MEMORY)
 
 
 @dataclass(slots=True)
@@ -95,6 +95,13 @@ class DraftPolicy:
             if not offer.num_behind or (offer.num_behind * catch_up <= saved and not self._is_trial)
         }
         return ready or {least: min(offers[least].length, length)}
+
+    def wanted(self, num_sequences: int) -> int:
+        """Draft tokens that the next step of this batch size will have at most, if it has any."""
+        if not self.adaptive:
+            return self.longest
+        kinds = {kind for kind, _ in self._chances} or {0}
+        return max(1, *(self._best(num_sequences, num_sequences, kind)[1] for kind in kinds))
 
     def observe(self, kind: int, num_guessed: int, num_right: int) -> None:
         """Count the draft tokens of a sequence up to the first rejected one."""

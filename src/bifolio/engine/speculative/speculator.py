@@ -16,10 +16,12 @@ import time
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
+from bifolio.engine.host_batch import ON_DEVICE
+from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.drafter import Drafter
 from bifolio.engine.speculative.policy import DraftPolicy
 from bifolio.kernels.interface import Array
-from bifolio.schedule.plan import StepPlan
+from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
 CONTEXT = 16  # tokens before a trial whose hidden states a draft head reads
@@ -49,8 +51,12 @@ class SpeculativeStats:
 class Speculator:
     """The engine's interface to speculation: a drafter, the policy of draft lengths, and the statistics."""
 
-    def __init__(self, drafter: Drafter, policy: DraftPolicy, max_model_len: int) -> None:
+    def __init__(
+        self, drafter: Drafter, policy: DraftPolicy, max_model_len: int, *, plain_has_states: bool = True
+    ) -> None:
+        """`plain_has_states`: plain decode steps can return hidden states at no cost; a device replays them without."""
         self.drafter = drafter
+        self._plain_has_states = plain_has_states
         self.policy = policy
         self.stats = SpeculativeStats()
         self.runs_ahead = False  # the next step has no drafts: where the device launches ahead, it may be launched so
@@ -85,14 +91,24 @@ class Speculator:
         self._num_behind = sum(offers[number].num_behind for number in lengths)
         return {number: min(length, most[number]) for number, length in lengths.items()}
 
-    def fill(self, plan: StepPlan) -> StepPlan:
-        """The plan with its draft tokens; a draft model runs here."""
+    def fill(self, plan: StepPlan, slots: SlotState) -> StepPlan:
+        """The plan with its draft tokens; a draft model runs here.
+
+        Those that one launch on the device verifies may be known there alone (`ON_DEVICE`).
+        """
         items = [item for item in plan.decodes if item.num_new > 1] if self._kinds else []
         self._has_drafts = bool(items)
         if not items:
             return plan
-        guesses = dict(zip((item.slot for item in items), self.drafter.fill(items), strict=True))
-        return replace(plan, decodes=tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes))
+        on_device = self.drafter.can_follow and slots.verifies_on_device(plan)
+        found = self.drafter.fill(items, on_device=on_device)
+        guesses = dict(zip((item.slot for item in items), found, strict=True))
+        decodes = tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes)
+        return replace(plan, decodes=decodes, is_verified=on_device)
+
+    def known(self, item: ScheduledSequence) -> tuple[int, ...]:
+        """The draft tokens of a collected decode, which may have been on the device alone."""
+        return self.drafter.known(item) if ON_DEVICE in item.drafts else tuple(item.drafts)
 
     def reads_states(self, plan: StepPlan) -> bool:
         """Whether the pass of a plan returns hidden states: drafts follow, or a trial after a few more steps.
@@ -102,7 +118,7 @@ class Speculator:
         if not self.drafter.reads_states:
             return False
         number = len(plan.decodes) + len(plan.prefills)
-        if self.policy.is_late and not plan.prefills:
+        if not self._plain_has_states and not plan.prefills:
             return not self.runs_ahead
         rest = self.policy.rest(number)
         return not rest or (rest <= CONTEXT and not self.policy.measures_plain)
@@ -110,6 +126,9 @@ class Speculator:
     def launched(self, plan: StepPlan, states: Array | None) -> None:
         """Hand the hidden states of a launched pass to the drafter."""
         self._has_states = states is not None
+        if plan.is_verified and self.drafter.reads_states:
+            self.drafter.follow(plan, self.policy.wanted(len(plan.decodes)))
+            return
         self.drafter.absorb(plan, states, is_resting=self.runs_ahead)
 
     def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:

@@ -5,6 +5,8 @@
 
     |magic 8|length u64|namespace 16|digest 16|root 16|checksum 16|content ...|
 
+The checksum is that of the native kernels, or blake2b without them; the magic says which.
+
 The namespace is a digest of the model, the arithmetic and the layout of a block, so only engines that compute the same
 bits share files. A file is written under another name and renamed when it is complete: a process that is killed at any
 moment leaves whole files, and unfinished ones that the next start removes. A file that is damaged, cut, foreign or of
@@ -28,9 +30,10 @@ import numpy as np
 
 from bifolio.engine.tiers.tier import Key
 from bifolio.errors import ConfigError
+from bifolio.kernels.cpu import checksum
 
 logger = logging.getLogger(__name__)
-MAGIC = b"BIFOTIR1"
+MAGIC, PLAIN_MAGIC = b"BIFOTIR2", b"BIFOTIR1"  # with the checksum of the native kernels, and with blake2b
 HEADER = struct.Struct("<8sQ16s16s16s16s")
 SUFFIXES = {".block": False, ".state": True}
 UNFINISHED = ".part"
@@ -52,6 +55,7 @@ class FileTier:
         self._namespace = namespace
         self._max_bytes = max_bytes
         self._allocate = allocate  # memory for content that is read
+        self._magic = PLAIN_MAGIC if checksum(_new_array(1)) is None else MAGIC
         self._folder = folder / namespace.hex()
         self._sizes: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
         self._touched: dict[Key, float] = {}
@@ -108,8 +112,8 @@ class FileTier:
             self._sizes[key] = size
 
     def _header(self, key: Key, root: bytes, content: np.ndarray) -> bytes:
-        check = _checksum(self._namespace, key, root, content)
-        return HEADER.pack(MAGIC, content.nbytes, self._namespace, key.digest, root, check)
+        check = self._checksum(key, root, content)
+        return HEADER.pack(self._magic, content.nbytes, self._namespace, key.digest, root, check)
 
     def _write(self, path: Path, header: bytes, content: np.ndarray) -> None:
         path.parent.mkdir(exist_ok=True, mode=0o700)
@@ -140,17 +144,17 @@ class FileTier:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def get(self, key: Key, root: bytes) -> np.ndarray | None:
+    def get(self, key: Key, root: bytes, into: np.ndarray | None = None) -> np.ndarray | None:
         if key not in self._sizes:
             return None
-        path = self._path(key)
+        path = self._place(key)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             self._remove(key)  # another engine made room
             return None
         try:
-            content = self._read(file, key, root)
+            content = self._read(file, key, root, into)
         except (OSError, ValueError, struct.error) as error:
             self.num_damaged += 1
             logger.warning("%s is not used and removed: %s", path, error)
@@ -161,21 +165,21 @@ class FileTier:
         self._touch(key, path)
         return content
 
-    def _read(self, file: int, key: Key, root: bytes) -> np.ndarray:
+    def _read(self, file: int, key: Key, root: bytes, into: np.ndarray | None) -> np.ndarray:
         """The content of a file; ValueError unless all of its header and content is as it was written."""
         header = os.read(file, HEADER.size)
         magic, length, namespace, digest, found_root, check = HEADER.unpack(header)
-        if magic != MAGIC or namespace != self._namespace or digest != key.digest or found_root != root:
+        if magic != self._magic or namespace != self._namespace or digest != key.digest or found_root != root:
             raise ValueError("it belongs to another model, prefix or key")
         if os.fstat(file).st_size != HEADER.size + length:
             raise ValueError("it has another length than its header says")
-        content = self._allocate(length)
+        content = into if into is not None and into.nbytes == length else self._allocate(length)
         _read_into(file, content.data)
-        if _checksum(self._namespace, key, root, content) != check:
+        if self._checksum(key, root, content) != check:
             raise ValueError("its checksum is wrong")
         return content
 
-    def _touch(self, key: Key, path: Path) -> None:
+    def _touch(self, key: Key, path: str) -> None:
         """Record the use of a file, in memory and now and then in its time, for the order after a restart."""
         now = time.monotonic()
         with self._lock:
@@ -188,9 +192,18 @@ class FileTier:
 
     # -- internal ----------------------------------------------------------------------------------------------------
 
+    def _checksum(self, key: Key, root: bytes, content: np.ndarray) -> bytes:
+        quick = None if self._magic == PLAIN_MAGIC else checksum(content)
+        digest = blake2b(content.data if quick is None else quick, digest_size=16, person=b"bifolio-tier")
+        digest.update(self._namespace + key.digest + root + bytes([key.is_state]))
+        return digest.digest()
+
     def _path(self, key: Key) -> Path:
+        return Path(self._place(key))
+
+    def _place(self, key: Key) -> str:
         name = key.digest.hex()
-        return self._folder / name[:2] / f"{name}{'.state' if key.is_state else '.block'}"
+        return f"{self._folder}/{name[:2]}/{name}{'.state' if key.is_state else '.block'}"
 
     def _remove(self, key: Key) -> None:
         with self._lock:
@@ -237,12 +250,6 @@ def _is_running(name: str) -> bool:
     except PermissionError:
         return True
     return pid != os.getpid()
-
-
-def _checksum(namespace: bytes, key: Key, root: bytes, content: np.ndarray) -> bytes:
-    digest = blake2b(content.data, digest_size=16, person=b"bifolio-tier")
-    digest.update(namespace + key.digest + root + bytes([key.is_state]))
-    return digest.digest()
 
 
 def _write_all(file: int, data: bytes | memoryview) -> None:

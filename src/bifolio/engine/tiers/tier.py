@@ -25,8 +25,8 @@ class Tier(Protocol):
         """Keep u8[n] of a block whose prefix begins at `root`; a tier that cannot keep it drops it."""
         ...
 
-    def get(self, key: Key, root: bytes) -> np.ndarray | None:
-        """The content; None if it is gone, damaged, or belongs to another root."""
+    def get(self, key: Key, root: bytes, into: np.ndarray | None = None) -> np.ndarray | None:
+        """The content, in `into` or elsewhere; None if it is gone, damaged, or belongs to another root."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class MemoryTier:
                 _, (_, oldest) = self._found.popitem(last=False)
                 self._num_bytes -= oldest.nbytes
 
-    def get(self, key: Key, root: bytes) -> np.ndarray | None:
+    def get(self, key: Key, root: bytes, into: np.ndarray | None = None) -> np.ndarray | None:
         with self._lock:
             found = self._found.get(key)
             if found is None or found[0] != root:

@@ -44,6 +44,7 @@ MAX_ASKED = 65_536
 MAX_READERS = 8  # threads that read files for a device
 READ_AHEAD = 16  # blocks
 PIECE_BYTES = 32 << 20  # that are sent to a device together
+KEPT_BYTES = 64 << 20  # of room for blocks that arrive, kept for the next ticket: new memory costs more than a copy
 CLOSE_SECONDS = 10.0  # for writing waiting blocks
 IDLE_SECONDS = 0.01  # that an engine without other work waits for a ticket, at most
 
@@ -59,6 +60,7 @@ class Ticket:
     landing: Landing | None = None  # places on a device
     blocks: list[np.ndarray] = field(default_factory=list)
     state: np.ndarray | None = None  # behind the last of the blocks
+    rows: np.ndarray | None = None  # u8[n, block bytes]  room for the blocks, in use until they are stored
     seconds: float = 0.0
     num_bytes: int = 0  # that were read
 
@@ -104,6 +106,7 @@ class CacheTiers:
         self._arrived = threading.Event()
         self._num_queries = self._num_hits = 0
         count = 1 if content.copies is None else min(MAX_READERS, max((os.cpu_count() or 1) // 2, 1))
+        self._rows: np.ndarray | None = None
         self._readers = ThreadPoolExecutor(count, "bifolio-tiers-files") if count > 1 else None
         self.attach(engine)
         self._thread = threading.Thread(target=self._run, name="bifolio-tiers-read", daemon=True)
@@ -191,7 +194,16 @@ class CacheTiers:
                 self._num_hits += ticket.landing.close(engine)
             elif ticket.sequence.finish_reason is None and not self._blocks.has_table(ticket.sequence.id):
                 self._num_hits += self._store(engine, ticket)
+            if ticket.rows is not None and ticket.rows.nbytes <= KEPT_BYTES:
+                ticket.blocks.clear()
+                self._rows = ticket.rows
             engine.batcher.prompts_advanced()  # retries admission
+
+    def settle(self, engine: InferenceEngine, seconds: float) -> None:
+        """Land all tickets, so that no thread writes to the cache any more; at most for so long."""
+        deadline = time.monotonic() + seconds
+        while self._open and time.monotonic() < deadline:
+            self.land(engine, is_idle=True)
 
     def _store(self, engine: InferenceEngine, ticket: Ticket) -> int:
         """Store the blocks of a ticket behind those that the cache has now; the number of tokens gained."""
@@ -258,8 +270,10 @@ class CacheTiers:
         """The blocks of a ticket in order; several threads read ahead, if there are some."""
         size = self._content.block_bytes
         if self._readers is None:
-            for digest in ticket.digests:
-                yield self._find(Key(digest), ticket.root, size)
+            ticket.rows = self._room(len(ticket.digests), size)
+            for number, digest in enumerate(ticket.digests):
+                row = None if ticket.rows is None else ticket.rows[number]
+                yield self._find(Key(digest), ticket.root, size, row)
             return
         ahead: deque[Future[np.ndarray | None]] = deque()
         digests = iter(ticket.digests)
@@ -270,11 +284,19 @@ class CacheTiers:
             for digest in itertools.islice(digests, 1):
                 ahead.append(self._readers.submit(self._find, Key(digest), ticket.root, size))
 
-    def _find(self, key: Key, root: bytes, num_bytes: int) -> np.ndarray | None:
+    def _room(self, count: int, size: int) -> np.ndarray | None:
+        """u8[count or more, size] for blocks of files; None on a device, whose blocks lie in pinned memory."""
+        if self._content.copies is not None:
+            return None
+        kept, self._rows = self._rows, None
+        return kept if kept is not None and len(kept) >= count else np.empty((count, size), np.uint8)
+
+    def _find(self, key: Key, root: bytes, num_bytes: int, into: np.ndarray | None = None) -> np.ndarray | None:
+        """`into`: room for content of files, unless a faster tier keeps it."""
         found = self.copies.get(key, root)
         for place, tier in enumerate(self.tiers):
             if found is None and key in tier:
-                found = tier.get(key, root)
+                found = tier.get(key, root, into if place == 0 else None)
                 if found is not None and found.nbytes == num_bytes:
                     for faster in self.tiers[:place]:
                         faster.put(key, root, found)

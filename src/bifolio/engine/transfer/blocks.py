@@ -124,7 +124,7 @@ class Arrival:
                 count += 1
         if count:
             block_ids = manager.block_ids_of(self._sequence_id)[self.num_blocks :]
-            write_stored(self._engine, block_ids, np.stack(arrived[:count]))
+            write_stored(self._engine, block_ids, arrived[:count])
             self.num_blocks += count
             manager.commit(self._sequence_id, self._token_ids, self.num_blocks * size)
         return count == len(arrived)
@@ -153,16 +153,32 @@ def read_stored(engine: InferenceEngine, block_ids: Sequence[int]) -> np.ndarray
     return joined_blocks([own, *others], heads, num_arrays(layout))
 
 
-def write_stored(engine: InferenceEngine, block_ids: Sequence[int], blocks: np.ndarray) -> None:
-    """Store u8[n, block bytes]: each rank gets its heads."""
+def write_stored(engine: InferenceEngine, block_ids: Sequence[int], blocks: Sequence[np.ndarray]) -> None:
+    """Store u8[block bytes] of each block: each rank gets its heads."""
     storage, peers = engine.runner.storage, engine.runner.peers
-    own = blocks
     if peers is not None:
-        parts = split_blocks(blocks, kv_heads(engine, peers.size), num_arrays(storage.layout))
+        parts = split_blocks(np.stack(blocks), kv_heads(engine, peers.size), num_arrays(storage.layout))
         peers.write_blocks(block_ids, parts)
-        own = parts[0]
-    for block_id, block in zip(block_ids, own, strict=True):
+        storage.write_blocks(block_ids, parts[0])
+        return
+    rows = _rows_of_one_array(blocks)
+    if rows is not None:
+        storage.write_blocks(block_ids, rows)
+        return
+    for block_id, block in zip(block_ids, blocks, strict=True):
         storage.write_block(block_id, block)
+
+
+def _rows_of_one_array(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
+    """u8[n, block bytes] where the blocks are rows of one array, one after the other; None: they are not."""
+    whole = blocks[0].base
+    if not isinstance(whole, np.ndarray) or whole.ndim != 2 or any(block.base is not whole for block in blocks):
+        return None
+    first, column = divmod(blocks[0].ctypes.data - whole.ctypes.data, whole.strides[0])
+    rows: np.ndarray = whole[first : first + len(blocks), column : column + len(blocks[0])]
+    starts = [block.ctypes.data for block in blocks]
+    step = whole.strides[0]
+    return rows if starts == list(range(starts[0], starts[0] + step * len(blocks), step)) else None
 
 
 def kv_heads(engine: InferenceEngine, size: int) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ def can_attend(shape: AttentionShape, dtype: torch.dtype, cache_dtype: torch.dty
         return False
     if shape.window is not None or shape.softcap or shape.temperature:
         return False
-    if shape.sinks is not None or shape.slopes is not None:
+    if shape.sinks is not None or shape.slopes is not None or shape.top_k:
         return False
     return shape.num_heads // shape.num_kv_heads // group_of(shape) <= MOST_SETS and nvrtc.works()
 

@@ -170,8 +170,9 @@ class NativeKernels(Entries, NativeOperations, HostArrays):
 
     # -- a whole step -------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The network as one native call; None: it has compressed entries, which numpy computes."""
-        return None if any(shape.has_entries for shape in network.shapes) else NativeProgram(self, network)
+        """The network as one native call; None: numpy computes some of its operations."""
+        is_apart = any(shape.has_entries or shape.has_identities for shape in network.shapes)
+        return None if is_apart else NativeProgram(self, network)
 
     # -- operations -------------------------------------------------------------------------------------
     @property

@@ -23,6 +23,13 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.torch_attention import attend_both_ways, scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
+from bifolio.kernels.triton.latent_attention import (
+    QUERIES,
+    fixed_decode,
+    has_latents,
+    planned_attention,
+    prompt_attention,
+)
 from bifolio.kernels.triton.long_attention import (
     LongQueries,
     can_be_long,
@@ -30,6 +37,7 @@ from bifolio.kernels.triton.long_attention import (
     long_queries,
     warm_up_long,
 )
+from bifolio.kernels.triton.pass_rows import PassRows
 from bifolio.kernels.triton.prefill import (
     cudnn_attention,
     fixed_rows,
@@ -39,8 +47,8 @@ from bifolio.kernels.triton.prefill import (
 )
 from bifolio.kernels.triton.query_tiles import QueryTiles, cut_queries
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
-from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
-from bifolio.kernels.triton.tiles import prefill_tile, product_dtype
+from bifolio.kernels.triton.split_kv import Parts, Pieces, cut, most_pieces, new_parts, new_pieces
+from bifolio.kernels.triton.tiles import LARGE_HEAD, prefill_tile, product_dtype
 
 
 @dataclass(slots=True)
@@ -69,6 +77,7 @@ class Attention:
         self._num_processors, self._deterministic = num_processors, deterministic
         self._staged: list[StagedSegment] = []  # of the running pass
         self._has_padding = False  # tokens of the running pass that belong to no sequence
+        self._rows: tuple[tuple[AttentionSegment, ...], PassRows] | None = None  # of the running pass
         self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
 
     def can_be_near(self, num_sequences: int, shapes: tuple[AttentionShape, ...], storage: Storage) -> bool:
@@ -76,6 +85,18 @@ class Attention:
         if self._deterministic or not self._device.startswith("cuda") or num_sequences > FEW_SEQUENCES:
             return False
         return all(can_attend(shape, self._dtype, storage.keys[shape.layer].dtype) for shape in shapes)
+
+    def rows_of(self, segments: tuple[AttentionSegment, ...]) -> PassRows:
+        """The queries of the running pass, over a cache."""
+        if self._rows is None or self._rows[0] is not segments:
+            staged = self._stage(segments)
+            lengths, owners, tables = staged[0].lengths, staged[0].table_rows, segments[0].block_tables
+            if staged[0].is_cut and lengths is not None and owners is not None and tables is not None:  # captured
+                rows = PassRows(lengths, tables, owners, None, segments[0].max_context_len)
+            else:
+                rows = PassRows.of_segments(segments, self._device)
+            self._rows = segments, rows
+        return self._rows[1]
 
     def turns_heads(
         self,
@@ -132,6 +153,8 @@ class Attention:
         if not shape.is_causal(segment):
             return attend_both_ways(own, shape, segment, storage)
         query = own.query
+        if segment.block_tables is not None and storage is not None and has_latents(shape, storage):
+            segment = replace(segment, fresh=False)  # keys are read where they were just written
         if storage is None or segment.block_tables is None or segment.fresh:
             if uses_cudnn(query, shape, segment, storage) and not self._deterministic:
                 return cudnn_attention(own, shape, segment.num_sequences)
@@ -143,6 +166,12 @@ class Attention:
         if len(long) < segment.num_sequences:
             rows = self.rows_of_tile(shape, segment, query.dtype, storage)
             tiles = self._tiles(staged, segment, rows, shape.reach, long)
+            if storage is not None and segment.block_tables is not None and has_latents(shape, storage):
+                prompt_attention(
+                    query, shape, storage, self._integers(segment.block_tables), tiles, segment.max_context_len, out,
+                    num_processors=self._num_processors, fixed=self._deterministic,
+                )  # fmt: skip
+                return out
             prefill_attention(own, shape, segment, storage, tiles, rows, out, fixed=self._deterministic)
         return out
 
@@ -201,6 +230,8 @@ class Attention:
         self, shape: AttentionShape, segment: AttentionSegment, dtype: torch.dtype, storage: Storage | None
     ) -> int:
         """Queries of a tile of prefill attention."""
+        if segment.block_tables is not None and has_latents(shape, storage):
+            return QUERIES
         if not self._deterministic:
             return tile_rows(dtype, shape, segment.max_query_len)
         cached = None if storage is None or segment.block_tables is None else storage.keys[shape.layer]
@@ -220,13 +251,23 @@ class Attention:
             staged.lengths = self._integers(segment.context_lens)
             staged.table_rows = torch.arange(segment.num_sequences, dtype=torch.int32, device=self._device)
         window = shape.reach
+        latents, tables = has_latents(shape, storage), self._integers(segment.block_tables)
+        if out is None and latents:
+            out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
+        if out is not None and latents and self._deterministic:
+            assert staged.table_rows is not None
+            longest = segment.max_context_len
+            fixed_decode(query, shape, storage, tables, staged.table_rows, staged.lengths, longest, out)
+            return out
         pieces = staged.pieces.get(window)
         if pieces is None:
             pieces = self._new_pieces(segment, shape)
             cut(pieces, staged.lengths)
             staged.pieces[window] = pieces
-        tables = self._integers(segment.block_tables)
         assert staged.table_rows is not None
+        if out is not None and latents:
+            planned_attention(query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, out)
+            return out
         shared = staged.shared if window == 0 else None
         if shared is not None:
             shared_attention(query, shape, storage, tables, staged.table_rows, shared)
@@ -247,6 +288,7 @@ class Attention:
         table_rows: torch.Tensor,  # i32[s]
         pieces: dict[int, Pieces],  # by `AttentionShape.reach`; kept by the caller, since a CUDA graph reuses them
         shapes: tuple[AttentionShape, ...],
+        storage: Storage,
         shared: SharedRows | None = None,
         *,
         is_near: bool = False,
@@ -261,7 +303,8 @@ class Attention:
             return
         for shape in shapes:
             window = shape.reach
-            if window not in pieces:
+            is_fixed = self._deterministic and has_latents(shape, storage)
+            if window not in pieces and not (shape.top_k or is_fixed):  # those have pieces of their own
                 pieces[window] = self._new_pieces(segment, shape)
         for window, part in pieces.items():
             cut(part, segment.context_lens, None if shared is None or window else shared.skipped)
@@ -284,17 +327,17 @@ class Attention:
         self._has_padding = False
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
-        if not self._deterministic:
-            return new_pieces(segment.num_sequences, shape, self._device, num_processors=self._num_processors)
-        fixed_len = segment.max_context_len
-        most = segment.num_sequences * triton.cdiv(fixed_len, FIXED_PIECE)
+        fixed_len = segment.max_context_len if self._deterministic else 0
+        count, processors = segment.num_sequences, self._num_processors
+        if not fixed_len and shape.head_dim <= LARGE_HEAD:
+            return new_pieces(count, shape, self._device, num_processors=processors)
+        most = most_pieces(count, shape, processors, fixed_len)
         key = shape.num_heads, shape.head_dim
         if key not in self._parts or len(self._parts[key][0]) < most:  # all steps use the same room, the largest first
             self._parts[key] = new_parts(most, shape, self._device)
         return new_pieces(
-            segment.num_sequences, shape, self._device, num_processors=self._num_processors, fixed_len=fixed_len,
-            parts=self._parts[key],
-        )  # fmt: skip
+            count, shape, self._device, num_processors=processors, fixed_len=fixed_len, parts=self._parts[key]
+        )
 
     def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
         """Stage the segments of a pass; all layers of a pass use the same ones."""

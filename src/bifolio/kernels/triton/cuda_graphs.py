@@ -9,6 +9,7 @@ Without a GPU the step runs directly in Triton's interpreter instead of being ca
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,14 +150,27 @@ class DeviceTokens:
         return own.copy() if self.order is None else own[self.order]
 
 
+_FREE_STREAMS: dict[str, list[Any]] = {}  # of each device: streams that no recorder holds
+
+
 class GraphRecorder:
     """Captures CUDA graphs; all graphs share one memory pool for intermediate results."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: Any = self._taken_stream() if device.startswith("cuda") else None
+
+    def _taken_stream(self) -> Any:
+        """A stream of a closed engine, or a new one: cuBLAS keeps a workspace of 32 MiB for each stream that it saw."""
+        free = _FREE_STREAMS.setdefault(self._device, [])
         cuda: Any = torch.cuda
-        self._stream: Any = cuda.Stream(device) if device.startswith("cuda") else None
+        try:
+            stream = free.pop()
+        except IndexError:
+            stream = cuda.Stream(self._device)
+        weakref.finalize(self, free.append, stream)
+        return stream
 
     def record(self, run: Callable[[], None]) -> Any:
         """Run once on padding, which compiles kernels and warms up libraries, then capture."""
@@ -311,7 +325,7 @@ class DecodeGraphs:
             max_context_len=state.max_blocks * self._storage.block_size,
         )
         self._kernels.attention.stage_decode(
-            segment, step.table_rows, step.pieces, self._shapes, step.shared, is_near=step.is_near
+            segment, step.table_rows, step.pieces, self._shapes, self._storage, step.shared, is_near=step.is_near
         )
         use = None if step.states is None else step.states.use
         own = None if step.adapters is None else step.adapters.use

@@ -1,10 +1,13 @@
-"""Drafts of a head as two CUDA graphs: one pass over hidden states of the target, then the whole chain of drafts.
+# mypy: disallow-untyped-decorators=False
+"""Drafts of a head as CUDA graphs: a pass over hidden states of the target, then the whole chain of drafts.
 
-    pass    tokens and states of each sequence, up to the newest       -> hidden state of its last token
-    chain   draw a draft token, run the head on it and on its own hidden state, draw the next, ...
+    first    tokens and states of each sequence, up to the newest       -> hidden state of its last token
+    chain    draw a draft token, run the head on it and on its own hidden state, draw the next, ...
 
-Sequences are rows of a state of their own (`DeviceState`): block tables that begin with the head's context, and copies
-of the sampling parameters of their slots. The host waits once for all drafts of a step.
+The first pass reads states that the host has kept (`draft`), or those of a verification that was just launched, up to
+the tokens that the device has accepted (`follow`): then the host waits for neither. Slots of the batch are slots of a
+state of their own (`DeviceState`): block tables that begin with the head's context, and copies of the sampling
+parameters. Drafts stay on the device, where the next verification reads them, and reach the host beside its tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-from bifolio.kernels.interface import Batch, DraftNetwork, SplitNetwork, Storage
+from bifolio.errors import PhaseError
+from bifolio.kernels.interface import AttentionSegment, Batch, DraftNetwork, SplitNetwork, Storage
 from bifolio.kernels.triton.cuda_graphs import TURNS, GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
-from bifolio.kernels.triton.draft_draws import copy_sampling
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prompt_graphs import PromptGraphs, Sizes
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
+from bifolio.kernels.triton.verify_steps import MOST_DRAFTS, MOST_ROWS, VerifyKey, VerifySteps
 
 ON_GPU = Sizes((4, 8, 16, 32, 64, 128, 256), 32)
 INTERPRETED = Sizes((8, 24), 4)
@@ -34,14 +40,23 @@ ROWS = (1, 2, 4, 8, 16, 32)  # sequences of a chain: fewer are padded to the nex
 class Chain:
     """The graph of one number of rows and of drafts, and its static inputs."""
 
-    rows: torch.Tensor  # i32[r]  -1: padding
+    rows: torch.Tensor  # i32[r]  slots; -1: padding
     hidden: torch.Tensor  # [r, d]  of the token before the first draft
+    mode: Mode
     layout: tuple[torch.Tensor, ...]  # token ids, positions, index, contexts, table rows of a pass
     turns: list[torch.Tensor]  # i32[1] of each draft
     results: list[Results]  # of each draft
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
     next_turn: int = 0
+
+
+@dataclass(slots=True)
+class FirstPass:
+    """The graph of the head's pass over the states of a verification."""
+
+    pieces: dict[int, Any] = field(default_factory=dict)
+    graph: Any = None
 
 
 @dataclass(slots=True)
@@ -71,12 +86,13 @@ class DraftSteps:
         source: DeviceState,
         vocab_size: int,
         mode_of: Callable[[np.ndarray], Mode],  # of draws for slots
+        verify: VerifySteps,
     ) -> None:
         self._kernels, self._network, self._storage, self._source = kernels, network, storage, source
-        self._vocab_size, self._mode_of = vocab_size, mode_of
+        self._vocab_size, self._mode_of, self._verify = vocab_size, mode_of, verify
         device, sizes = source.device, ON_GPU if source.on_gpu else INTERPRETED
         self._state = DeviceState(source.num_slots, source.max_blocks, device)
-        self._entries = torch.zeros(source.num_slots, dtype=torch.int32, device=device)  # of each row's head
+        self._tables = np.zeros((source.num_slots, source.max_blocks), np.int32)  # as they were sent
         self._recorder = GraphRecorder(device)
         split = SplitNetwork(
             network.from_target, network.logits, network.prompt_segment, given_width=network.given_width
@@ -85,61 +101,157 @@ class DraftSteps:
             kernels, split, (network.shape,), network.decode_segment, storage, self._state, self._recorder, sizes
         )
         self._chains: dict[tuple[int, int, Mode], Chain] = {}
+        self._first: dict[tuple[int, int], FirstPass] = {}  # by sequences and tokens of each
         ids = network.token_ids
         self._ids = None if ids is None else torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(device)
+
+        def integers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        self._entries = integers(source.num_slots)  # of each slot's head
+        self._starts = integers(source.num_slots)  # position of the first entry of its context
+        self._rows = integers(ROWS[-1])  # slots of the chain; -1: padding
+        self._hidden = torch.zeros((ROWS[-1], network.hidden_size), dtype=torch.float32, device=device)
+        self._layout = (*(integers(MOST_ROWS) for _ in range(4)), integers(MOST_ROWS, torch.int64))  # of first passes
 
     def draft(
         self,
         batch: Batch,  # of the first pass, on the host; its hidden states are `given`
-        tables: np.ndarray,  # i32[n, blocks]  of the rows; 0: no block
+        tables: np.ndarray,  # i32[n, blocks]  of the slots; 0: no block
         slots: np.ndarray,  # i32[n]
         positions: np.ndarray,  # i64[n]  of the first draft tokens
         entries: np.ndarray,  # i64[n]  of the head, before the first pass of the chain
         length: int,
     ) -> PendingDrafts | None:
-        """Draft `length` tokens for each row; None if there are too many rows or tokens."""
-        count, mode = len(slots), self._mode_of(slots)
-        if count > min(ROWS[-1], self._state.num_slots):
+        """Draft `length` tokens for each slot; None if there are too many slots or tokens."""
+        count = len(slots)
+        if count > min(ROWS[-1], self._state.num_slots) or length > MOST_DRAFTS:
             return None
-        for row, table in enumerate(tables):
-            self._state.set_blocks(row, 0, table)
-        hidden = self._passes.hidden_rows(batch, np.arange(count))
+        self._set_tables(slots, tables)
+        hidden = self._passes.hidden_rows(batch, slots)
         if hidden is None:
             return None
-        chain = self._chain(self._size(count), length, mode)
-        words = np.full(len(chain.rows), -1)
-        words[:count] = np.arange(count)
-        sent = self._source.send_words(np.concatenate([words, entries, slots, positions - 1]).astype(np.int32))
-        rows, starts, own, lengths = torch.split(sent, [len(words), count, count, count])
-        copy_sampling(self._source, own, self._state, lengths)
-        chain.rows.copy_(rows)
-        self._entries[:count] = starts
+        chain = self._chain(self._size(count), length, self._draw_mode(slots))
+        words = np.full((4, len(chain.rows)), -1)
+        words[:, :count] = slots, positions - 1, entries, positions - 1 - entries
+        sent = self._source.send_words(words.astype(np.int32).reshape(-1)).view(4, -1)
+        self._copy_sampling()
+        chain.rows.copy_(sent[0])
+        _set_kernel[(count,)](sent, self._state.lengths, self._entries, self._starts, len(chain.rows), num_warps=1)
         chain.hidden[:count] = hidden
+        return self._launch(chain, length, count)
+
+    def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> PendingDrafts:
+        """Draft `length` tokens after those that the last verification accepts, which has these slots (i32[n]).
+
+        `tables` as for `draft`, with the same first blocks as in the last call for each slot.
+        """
+        key = self._verify.last
+        if key is None:
+            raise PhaseError("no verification was launched: call `DeviceSlots.verify` first")
+        first, chain = self._first_pass(key), self._chain(key.size, length, self._draw_mode(slots))
+        self._set_tables(slots, tables)
+        self._state.send()
+        if first.graph is None:
+            self._run_first(first, key.size, key.width)
+        else:
+            first.graph.replay()
+        return self._launch(chain, length, len(slots))
+
+    def warm_up(self, longest: int) -> None:
+        """Capture all steps of greedy drafts and of those drawn with filters now."""
+        self._passes.capture_all()
+        modes, lengths = (Mode(), Mode("filter")), sorted({1, min(2, longest), longest}, reverse=True)
+        self._verify.capture_all(lengths, modes)
+        for size in reversed(ROWS):
+            if size <= self._state.num_slots:
+                for length in range(longest, 0, -1):
+                    for mode in modes:
+                        self._chain(size, length, mode)
+                for length in lengths:
+                    if size * (length + 1) <= MOST_ROWS:
+                        self._first_pass(VerifyKey(size, length + 1, Mode()))
+
+    def _draw_mode(self, slots: np.ndarray) -> Mode:
+        return self._mode_of(slots)._replace(logprobs=False)
+
+    def _set_tables(self, slots: np.ndarray, tables: np.ndarray) -> None:
+        """Set the changed blocks of slots; blocks after those of `tables` become padding."""
+        width = tables.shape[1]
+        for slot, table in zip(slots.tolist(), tables, strict=True):
+            known = self._tables[slot]
+            changed = np.flatnonzero(known[:width] != table)
+            if known[width:].any():
+                changed = np.append(changed, width + np.flatnonzero(known[width:]))
+            if len(changed):
+                first, end = int(changed[0]), int(changed[-1]) + 1
+                known[: min(end, width)] = table[: min(end, width)]
+                known[width:] = 0
+                self._state.set_blocks(slot, first, known[first:end])
+
+    def _copy_sampling(self) -> None:
+        """Let all slots sample like those of the batch; lengths are copied, too."""
+        for theirs, own in zip(self._source.columns, self._state.columns, strict=True):
+            own.copy_(theirs)
+
+    def _size(self, count: int) -> int:
+        return ROWS[bisect_left(ROWS, count)] if self._state.on_gpu else count
+
+    def _launch(self, chain: Chain, length: int, count: int) -> PendingDrafts:
         if chain.graph is None:
-            self._run(chain, mode)
+            self._run(chain)
         else:
             chain.graph.replay()
         turn, chain.next_turn = chain.next_turn, (chain.next_turn + 1) % TURNS
         return PendingDrafts(chain.results, turn, count, None if chain.graph is None else recorded_event())
 
-    def warm_up(self, longest: int) -> None:
-        """Capture all steps of greedy drafts and of those drawn with filters now."""
-        self._passes.capture_all()
-        for size in reversed(ROWS):
-            if size <= self._state.num_slots:
-                for mode in (Mode(), Mode("filter")):
-                    for length in range(longest, 0, -1):
-                        self._chain(size, length, mode)
+    # -- the first pass after a verification ---------------------------------------------------------------------------
+    def _first_pass(self, key: VerifyKey) -> FirstPass:
+        if key[:2] not in self._first:
+            self._first[key[:2]] = first = FirstPass()
+            if self._state.on_gpu:
+                first.graph = self._recorder.record(lambda: self._run_first(first, key.size, key.width))
+        return self._first[key[:2]]
 
-    def _size(self, count: int) -> int:
-        return ROWS[bisect_left(ROWS, count)] if self._state.on_gpu else count
+    def _run_first(self, first: FirstPass, size: int, width: int) -> None:
+        """Run the head on all tokens of the verification, and keep the hidden states of the last accepted ones.
 
+        Entries of tokens that were not accepted are written anew with the tokens that take their places.
+        """
+        inputs, count = self._verify.inputs, size * width
+        self._copy_sampling()
+        torch.sub(self._source.lengths, self._starts, out=self._entries).clamp_(min=0)
+        tokens, positions, contexts, table_rows, index = (part[:count] for part in self._layout)
+        block = 64
+        _begin_first_kernel[(triton.cdiv(count, block),)](
+            inputs.rows(count), self._verify.sampled.tokens, inputs.places, self._starts, self._state.ropes,
+            self._state.tables, tokens, positions, index, contexts, table_rows, count, self._state.tables.stride(0),
+            BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
+        )  # fmt: skip
+        segment = self._segment(count, contexts)
+        self._kernels.attention.stage_decode(segment, table_rows, first.pieces, (self._network.shape,), self._storage)
+        given = None if inputs.taps is None else inputs.taps[:count] * self._network.state_scale
+        batch = Batch(tokens, positions, index, (segment,), None, given=given)
+        hidden = tensor(self._network.from_target(self._kernels, batch, self._storage))
+        self._hidden[:size].copy_(hidden.index_select(0, inputs.last[:size]))
+        self._rows[:size].copy_(inputs.rows(count).view(size, width)[:, 0])
+
+    def _segment(self, count: int, contexts: torch.Tensor) -> AttentionSegment:
+        return replace(
+            self._network.decode_segment(count),
+            block_tables=self._state.tables,
+            context_lens=contexts,
+            max_context_len=self._state.max_blocks * self._storage.block_size,
+        )
+
+    # -- the chain -----------------------------------------------------------------------------------------------------
     def _chain(self, size: int, length: int, mode: Mode) -> Chain:
         key = size, length, mode
         if key not in self._chains:
             self._chains[key] = chain = self._new_chain(size, length, mode)
             if self._state.on_gpu:
-                chain.graph = self._recorder.record(lambda: self._run(chain, mode))
+                self._rows.fill_(-1)  # recording runs the chain
+                chain.graph = self._recorder.record(lambda: self._run(chain))
                 for turn in chain.turns:
                     turn.fill_(TURNS - 1)  # recording used one buffer
         return self._chains[key]
@@ -153,10 +265,9 @@ class DraftSteps:
         layout = integers(), integers(), integers(torch.int64), integers(), integers()
         turns = [torch.full((1,), TURNS - 1, dtype=torch.int32, device=device) for _ in range(length)]
         results = [Results.new(TURNS, size, mode, pinned=self._state.on_gpu) for _ in range(length)]
-        hidden = torch.zeros((size, self._network.hidden_size), dtype=torch.float32, device=device)
-        return Chain(integers().fill_(-1), hidden, layout, turns, results)
+        return Chain(self._rows[:size], self._hidden[:size], mode, layout, turns, results)
 
-    def _run(self, chain: Chain, mode: Mode) -> None:
+    def _run(self, chain: Chain) -> None:
         hidden: Any = chain.hidden
         for number, (turn, results) in enumerate(zip(chain.turns, chain.results, strict=True)):
             self._begin(chain, turn)
@@ -164,7 +275,10 @@ class DraftSteps:
                 hidden = self._pass(chain, hidden)
                 self._entries.add_(1)
             logits = self._whole(tensor(self._network.logits(self._kernels, hidden)))
-            choose_tokens(logits, chain.rows, self._state, turn, results, mode)
+            choose_tokens(logits, chain.rows, self._state, turn, results, chain.mode)
+            _keep_kernel[(len(chain.rows),)](
+                chain.rows, self._state.tokens, self._verify.drafts, number, MOST=MOST_DRAFTS, num_warps=1
+            )
 
     def _begin(self, chain: Chain, turn: torch.Tensor) -> None:
         """Lay out the newest draft token of every row, at its place in the head's context."""
@@ -177,13 +291,8 @@ class DraftSteps:
     def _pass(self, chain: Chain, hidden: Any) -> torch.Tensor:
         """The head on its own hidden states: [r, d]"""
         tokens, positions, index, contexts, table_rows = chain.layout
-        segment = replace(
-            self._network.decode_segment(len(chain.rows)),
-            block_tables=self._state.tables,
-            context_lens=contexts,
-            max_context_len=self._state.max_blocks * self._storage.block_size,
-        )
-        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,))
+        segment = self._segment(len(chain.rows), contexts)
+        self._kernels.attention.stage_decode(segment, table_rows, chain.pieces, (self._network.shape,), self._storage)
         batch = Batch(tokens, positions, index, (segment,), None, given=hidden)
         return tensor(self._network.from_own(self._kernels, batch, self._storage))
 
@@ -194,3 +303,67 @@ class DraftSteps:
         shape = logits.shape[0], self._vocab_size
         whole = torch.full(shape, float("-inf"), dtype=torch.float32, device=logits.device)
         return whole.index_copy_(1, self._ids, logits.float())
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["sent"])
+def _set_kernel(
+    sent: tl.tensor,  # i32[4, r]  slots, lengths, entries, starts
+    lengths: tl.tensor,  # i32[slots]
+    entries: tl.tensor,  # i32[slots]
+    starts: tl.tensor,  # i32[slots]
+    num_rows: tl.tensor,
+) -> None:
+    row = tl.program_id(0)
+    slot = tl.load(sent + row)
+    tl.store(lengths + slot, tl.load(sent + num_rows + row))
+    tl.store(entries + slot, tl.load(sent + 2 * num_rows + row))
+    tl.store(starts + slot, tl.load(sent + 3 * num_rows + row))
+
+
+@triton.jit(do_not_specialize=["number"], do_not_specialize_on_alignment=["rows", "tokens", "drafts"])
+def _keep_kernel(
+    rows: tl.tensor,  # i32[r]  slots; -1: padding
+    tokens: tl.tensor,  # i32[slots]  the newest drafts
+    drafts: tl.tensor,  # i32[slots, MOST]
+    number: tl.tensor,
+    MOST: tl.constexpr,
+) -> None:
+    slot = tl.load(rows + tl.program_id(0))
+    if slot >= 0:  # a row that cannot be sampled drafts token 0
+        tl.store(drafts + slot.to(tl.int64) * MOST + number, tl.maximum(tl.load(tokens + slot), 0))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["rows", "sampled", "starts", "ropes", "tables"],
+)
+def _begin_first_kernel(
+    rows: tl.tensor,  # i32[r]  slot of each token; -1: padding
+    sampled: tl.tensor,  # i32[r]  token after each
+    places: tl.tensor,  # i32[r]  position of each
+    starts: tl.tensor,  # i32[slots]
+    ropes: tl.tensor,  # i32[slots]
+    tables: tl.tensor,  # i32[slots, max_blocks]  from the start on
+    token_ids: tl.tensor,  # i32[r]
+    positions: tl.tensor,  # i32[r]
+    index: tl.tensor,  # i64[r]
+    contexts: tl.tensor,  # i32[r]
+    table_rows: tl.tensor,  # i32[r]
+    num_rows: tl.tensor,
+    table_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < num_rows
+    slot = tl.load(rows + row, mask=exists, other=-1)
+    real = slot >= 0
+    position = tl.load(places + row, mask=real, other=0) - tl.load(starts + slot, mask=real, other=0)
+    position = tl.maximum(position, 0)  # of slots whose context the head has not read
+    token = tl.load(sampled + row, mask=real, other=0)
+    block = tl.load(tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=real, other=0)
+    tl.store(token_ids + row, tl.maximum(token, 0), mask=exists)
+    tl.store(positions + row, position + tl.load(ropes + slot, mask=real, other=0), mask=exists)
+    tl.store(index + row, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=exists)
+    tl.store(contexts + row, tl.where(real, position + 1, 0), mask=exists)
+    tl.store(table_rows + row, tl.maximum(slot, 0), mask=exists)

@@ -57,5 +57,8 @@ class TensorEntries(Entries):
         given = tensor(query), tensor(key), entries, chosen, compressor, shape, batch, storage
         return super().attend_entries(*given)
 
+    def take_identities(self, x: Array, routing: Routing, count: int) -> tuple[Routing, Array]:
+        return super().take_identities(tensor(x), routing, count)
+
     def route_by_token(self, logits: Array, router: Router, table: Array, ids: Array) -> Routing:
         return super().route_by_token(tensor(logits), router, table, ids)

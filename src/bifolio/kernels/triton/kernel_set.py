@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +39,10 @@ from bifolio.kernels.interface import (
     Storage,
     XieluCoefficients,
 )
-from bifolio.kernels.query_split import ChoosingQueries
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_adapters import adapted_logits
 from bifolio.kernels.torch_arrays import TorchArrays
-from bifolio.kernels.torch_choice import TorchChoice
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
@@ -52,9 +50,10 @@ from bifolio.kernels.triton.adapted_products import adapted
 from bifolio.kernels.triton.adapter_slots import OF_EXPERTS
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
+from bifolio.kernels.triton.choice import TritonChoice
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
-from bifolio.kernels.triton.index_scores import paged_scores
+from bifolio.kernels.triton.head_products import head_products
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
@@ -72,7 +71,7 @@ from bifolio.quant.tensor import QuantizedTensor
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
-class TritonKernels(TensorEntries, TorchArrays, TorchChoice):
+class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
 
     The torch set that it holds prepares dense weights and multiplies many rows.
@@ -132,7 +131,7 @@ class TritonKernels(TensorEntries, TorchArrays, TorchChoice):
             super().tap(tensor(x), column, batch)
 
     def new_storage(self, layout: CacheLayout) -> KVStorage:
-        return CudaStorage(layout, device=self.device, backend="torch")
+        return CudaStorage(layout, device=self.device, backend="torch", arena=self.arena)
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         """Steps of texts; None: steps with a cache are captured with their slots (`device_slots`)."""
@@ -146,8 +145,8 @@ class TritonKernels(TensorEntries, TorchArrays, TorchChoice):
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
         if self.has_host_experts:
             return None  # a captured step cannot wait for experts on the host
-        if any(shape.top_k or shape.has_entries for shape in network.shapes):
-            return None  # the host cuts contexts into those that an indexer reads and others, and finds entries
+        if any(shape.has_entries for shape in network.shapes):
+            return None  # the host finds entries
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
@@ -329,7 +328,10 @@ class TritonKernels(TensorEntries, TorchArrays, TorchChoice):
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
-        return self._torch.head_linear(tensor(x).to(self.dtype), linear, start)  # the residual stream is f32
+        own = tensor(x).to(self.dtype)  # the residual stream is f32
+        if self.deterministic and linear.prepared is not None and len(own):
+            return head_products(own, linear.prepared, start)
+        return self._torch.head_linear(own, linear, start)
 
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
         return self._torch.join_latent(tensor(query), tensor(absorbed), tensor(latent), norm, rope)
@@ -345,19 +347,6 @@ class TritonKernels(TensorEntries, TorchArrays, TorchChoice):
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(self, heads: Heads, shape: AttentionShape, segments: Segments, storage: Storage | None) -> Array:
         return self.attention.attend(heads, shape, segments, storage)
-
-    def choose(
-        self, heads: Heads, weights: Array, shape: AttentionShape, segments: Segments, storage: Storage | None
-    ) -> Array:
-        return super().choose(heads, tensor(weights), shape, segments, storage)
-
-    def index_scores(
-        self, part: ChoosingQueries, heads: Heads, weights: Array, shape: AttentionShape, storage: Storage | None
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """From the blocks of the cache; several queries at once also if the set is deterministic."""
-        if storage is None or part.table is None:
-            return super().index_scores(part, heads, weights, shape, storage)
-        return paged_scores(part, heads.query, weights, shape, storage)
 
     def stage_states(self, states: StagedStates) -> None:
         """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""

@@ -33,6 +33,7 @@ from bifolio.kernels.triton.tiles import (
 )
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
+HUGE_HEAD = 512  # dimensions; tiles of larger heads have fewer rows, so that they fit in shared memory
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
 
 
@@ -268,6 +269,8 @@ def _read_fresh(
 def tile_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) -> int:
     """Queries per program."""
     most = 32 if dtype == torch.float32 else 128 if shape.head_dim <= 128 else 64
+    if shape.head_dim > HUGE_HEAD:
+        most = 16 if dtype == torch.float32 else 32
     if max_query_len <= 16:
         return 16
     return 64 if max_query_len <= 64 < most else most  # few sizes: each is compiled separately
@@ -280,6 +283,8 @@ def fixed_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) ->
     """
     if dtype == torch.float32:
         return 16
+    if shape.head_dim > HUGE_HEAD:
+        return 32
     return 64 if max_query_len <= 64 or shape.head_dim > 128 else 128
 
 

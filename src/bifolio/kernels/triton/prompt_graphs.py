@@ -209,7 +209,7 @@ class PromptGraphs:
         prompts = self._segment(size)
         pieces = self._pieces.setdefault(num_decodes, {})
         shapes = tuple({shape.reach: shape for shape in self.shapes}.values())
-        self.kernels.attention.stage_decode(decodes, step.table_rows, pieces, shapes)
+        self.kernels.attention.stage_decode(decodes, step.table_rows, pieces, shapes, self.storage)
         self.kernels.attention.stage_prompts(prompts, step.tiles, step.positions)
         if step.states is not None:
             self.kernels.stage_states(step.states)

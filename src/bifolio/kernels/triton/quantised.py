@@ -271,7 +271,7 @@ class PackedWeights:
         self._tables: deque[tuple[Any, Any]] = deque(maxlen=2)  # original and prepared tables: tokens, then positions
 
     def prepare_linear(self, linear: Linear) -> Linear:
-        weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
+        weight = next((prepared for table, prepared in reversed(self._tables) if _is_tied(linear, table)), None)
         if weight is None and fp8.can_store(linear.parts):
             weight = fp8.store(linear.parts, self._torch.device)
             release(linear.parts)

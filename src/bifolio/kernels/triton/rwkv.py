@@ -4,7 +4,8 @@
     shift   (tokens, channels)    mixes with the token before; writes the windows
     rwkv    (heads, sequences)    the state of a head in registers, token by token; norm, bonus and gate of its outputs
 
-No tile depends on the size of a pass, so neither do results.
+No tile depends on the size of a pass, so neither do results. Outside deterministic mode prompts are scanned in chunks
+(`kernels.triton.rwkv_chunks`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import triton.language as tl
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.rwkv import LEAST_LENGTH, SLOWEST
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.scan_plan import StagedStates
+from bifolio.kernels.triton.rwkv_chunks import has_chunks, logistic, scan_rwkv_chunks
+from bifolio.kernels.triton.scan_plan import Spans, StagedStates
 
 CHANNELS = 256  # of a program of a shift
 NUMBERS_PER_WARP = 1024  # of a state
@@ -70,16 +72,12 @@ def _shift_kernel(
         tl.store(out + (token * MIXES + mix) * channels + lanes, y.to(out.dtype.element_ty), mask=used)
 
 
-@triton.jit
-def _logistic(x: tl.tensor) -> tl.tensor:
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit(do_not_specialize_on_alignment=["starts", "reads", "writes"])
+@triton.jit(do_not_specialize_on_alignment=["starts", "ends", "reads", "writes"])
 def _rwkv_kernel(
     x: tl.tensor,  # [t, in_features]  r, w, k, v, a, g, and m and f if MIXES_VALUES
     states: tl.tensor,  # f32[states, heads, key_size, value_size]
-    starts: tl.tensor,  # i32[s + 1]
+    starts: tl.tensor,  # i32[s]
+    ends: tl.tensor,  # i32[s]
     reads: tl.tensor,  # i32[s]
     writes: tl.tensor,  # i32[t]
     factors: tl.tensor,  # f32[3, heads * key_size]
@@ -123,7 +121,7 @@ def _rwkv_kernel(
     count = 1
     if not IS_DECODE:
         first = tl.load(starts + sequence).to(tl.int64)
-        count = tl.load(starts + sequence + 1) - first.to(tl.int32)
+        count = tl.load(ends + sequence) - first.to(tl.int32)
     state = tl.zeros((KEYS, VALUES), tl.float32)
     if HAS_STATES:
         read = tl.load(reads + sequence).to(tl.int64)
@@ -135,17 +133,17 @@ def _rwkv_kernel(
         decay = tl.load(own_keys + keys, mask=has_key, other=0.0).to(tl.float32)
         key = tl.load(own_keys + 2 * keys, mask=has_key, other=0.0).to(tl.float32)
         value = tl.load(own_values + 3 * keys, mask=has_value, other=0.0).to(tl.float32)
-        rate = _logistic(tl.load(own_keys + 3 * keys + inner, mask=has_key, other=0.0).to(tl.float32))
+        rate = logistic(tl.load(own_keys + 3 * keys + inner, mask=has_key, other=0.0).to(tl.float32))
         gate = tl.load(own_values + 4 * keys + inner, mask=has_value, other=0.0).to(tl.float32)
         if MIXES_VALUES:
             amount = tl.load(own_values + 4 * keys + 2 * inner, mask=has_value, other=0.0).to(tl.float32)
             of_first = tl.load(own_values + 4 * keys + 3 * inner, mask=has_value, other=0.0).to(tl.float32)
-            value += _logistic(amount) * (of_first - value)
+            value += logistic(amount) * (of_first - value)
         removed = key * of_removed
         removed /= tl.maximum(tl.sqrt(tl.sum(removed * removed, axis=0)), least_length)
         key = key * (1.0 + (rate - 1.0) * of_key)
         known = tl.sum(state * removed[:, None], axis=0)
-        state *= tl.exp(slowest * _logistic(decay))[:, None]
+        state *= tl.exp(slowest * logistic(decay))[:, None]
         state += key[:, None] * value[None, :] - (rate * removed)[:, None] * known[None, :]
         y = tl.sum(state * query[:, None], axis=0)
         if HAS_NORM:
@@ -163,24 +161,36 @@ def recur_rwkv(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: St
     """[t, out_features]"""
     new = torch.zeros if staged.has_padding else torch.empty
     out = new((x.shape[0], r.out_features), dtype=x.dtype, device=x.device)
-    sequences = len(staged.reads)
-    if not x.shape[0] or not sequences:
+    if not x.shape[0] or not len(staged.reads):
         return out
     if r.kind == "shift":
         _shift(x, r, staged, storage, out)
         return out
+    spans = staged.spans
+    if staged.chunks is not None and has_chunks(r):
+        scan_rwkv_chunks(x, r, staged.chunks, staged.writes, storage, out)
+    elif staged.chunks is not None:
+        spans = Spans(staged.starts[:-1], staged.starts[1:], staged.reads)
+    if len(spans.reads):
+        _scan_tokens(x, r, staged, spans, storage, out)
+    return out
+
+
+def _scan_tokens(
+    x: torch.Tensor, r: Recurrence, staged: StagedStates, spans: Spans, storage: Storage | None, out: torch.Tensor
+) -> None:
     keys, values = triton.next_power_of_2(r.key_size), triton.next_power_of_2(r.value_size)
     norm = r.norm
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    _rwkv_kernel[r.heads, sequences](
-        x, x if storage is None else storage.recurrent[r.layer], staged.starts, staged.reads, staged.writes, r.factors,
+    _rwkv_kernel[r.heads, len(spans.reads)](
+        x, x if storage is None else storage.recurrent[r.layer], spans.starts, spans.ends, spans.reads, staged.writes,
+        r.factors,
         r.factors if weight is None else weight, r.factors if bias is None else bias, out, x.stride(0), r.heads,
         r.key_size, r.value_size, 0.0 if norm is None else norm.eps, SLOWEST, LEAST_LENGTH,
         MIXES_VALUES=r.mixes_values, HAS_NORM=weight is not None, HAS_BIAS=bias is not None,
         HAS_STATES=storage is not None, IS_DECODE=staged.is_decode, KEYS=keys, VALUES=values,
         num_warps=max(1, min(8, keys * values // NUMBERS_PER_WARP)), **OVERLAPPED,
     )  # fmt: skip
-    return out
 
 
 def _shift(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None, out: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, SMALL, Pro
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
+from bifolio.kernels.triton.verify_steps import VerifySteps
 from bifolio.sampling_params import SamplingParams
 
 
@@ -52,8 +53,10 @@ class TritonSlots:
         self.graphs = DecodeGraphs(kernels, network, storage, self.state, self.adapters)
         self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
         self._draft_draws = DraftDraws(self.state)
+        self.verifications = VerifySteps(kernels, network, storage, self.state, self.graphs.recorder)
         self.prompts: PromptGraphs | None = None
-        if network.split is not None:
+        chooses = any(shape.top_k for shape in network.shapes)
+        if network.split is not None and not chooses:  # how many queries of a prompt choose depends on its length
             steps = ON_GPU if self.state.on_gpu else INTERPRETED
             if network.split.tap_width and self.state.on_gpu:
                 steps = steps._replace(tokens=(*SMALL, *steps.tokens))
@@ -64,7 +67,8 @@ class TritonSlots:
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
         has_slopes = any(shape.slopes is not None for shape in full)
-        self._may_share = bool(full) and not has_slopes and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
+        may_share = bool(full) and not (has_slopes or chooses or kernels.deterministic)
+        self._may_share = may_share and full[0].head_dim <= LARGE_HEAD
         self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
@@ -184,6 +188,18 @@ class TritonSlots:
         return self._draft_draws.draw(logits, rows, slots, positions, self._mode(slots))
 
     # -- captured steps ------------------------------------------------------------------------------------------------
+    def can_verify(self, slots: np.ndarray, length: int) -> bool:
+        if any(self._adapter_of[slot] is not None for slot in slots.tolist()):
+            return False
+        return not self._storage.layout.num_states and self.verifications.fits(len(slots), length + 1)
+
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> DeviceTokens:
+        self._decoded = None
+        return self.verifications.launch(slots, drafts, self._mode(slots))
+
+    def verified_states(self, row: int) -> Array:
+        return self.verifications.states(row)
+
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
         self._decoded = None
         work = self._shared_work(slots, tables, lengths)
@@ -229,7 +245,7 @@ class TritonSlots:
 
     def draft_slots(self, network: DraftNetwork, storage: Storage) -> DraftSteps:
         self._kernels.tabulate(network.rotations, self._sizes.max_model_len)
-        return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode)
+        return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode, self.verifications)
 
     def warm_up(self) -> None:
         """Capture steps with prompts, decodes without sampling, and decodes that are greedy or drawn with filters.

@@ -64,10 +64,7 @@ def new_pieces(
     parts: Parts | None = None,  # room for results that other steps use too
 ) -> Pieces:
     """Buffers for the pieces of a step."""
-    finest = PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads
-    coarsest = FEWEST_PIECES * num_processors // shape.num_kv_heads
-    extra = max(min(max(PIECES_PER_SEQUENCE * num_sequences, coarsest), finest), 1)
-    most = num_sequences * triton.cdiv(fixed_len, FIXED_PIECE) if fixed_len else num_sequences + extra
+    most = most_pieces(num_sequences, shape, num_processors, fixed_len)
 
     def integers(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
@@ -86,6 +83,15 @@ def new_pieces(
         window=shape.reach,
         fixed=fixed_len > 0,
     )
+
+
+def most_pieces(num_sequences: int, shape: AttentionShape, num_processors: int, fixed_len: int = 0) -> int:
+    """Pieces of a step at most."""
+    if fixed_len:
+        return num_sequences * -(-fixed_len // FIXED_PIECE)
+    finest = PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads
+    coarsest = FEWEST_PIECES * num_processors // shape.num_kv_heads
+    return num_sequences + max(min(max(PIECES_PER_SEQUENCE * num_sequences, coarsest), finest), 1)
 
 
 def new_parts(most: int, shape: AttentionShape, device: torch.device | str) -> Parts:

@@ -364,7 +364,7 @@ FAMILY = Family(
                  "max_position_embeddings": 1048576, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
                  "sliding_window": 128, "o_groups": 8, "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128,
                  "index_topk": 512, "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1},
-    hf_refused={**BIASES, "expert_dtype": "the published folders in FP4 and FP8 are not supported: use a GGUF file"},
+    hf_refused=BIASES,
     hf_needed={"num_key_value_heads": 1, "n_shared_experts": 1, "norm_topk_prob": True, "hidden_act": "silu",
                LIMIT: SILU_LIMIT, "topk_method": "noaux_tc"},
     hf_written={"num_key_value_heads": 1, "norm_topk_prob": True},

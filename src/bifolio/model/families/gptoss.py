@@ -16,10 +16,11 @@ from bifolio.model.families.family import Family
 from bifolio.model.fields import Field, Form
 from bifolio.model.gguf.rope_fields import read_rope, rope_entries
 from bifolio.model.huggingface.rope_fields import PARAMETERS, read_ropes, rope_object
+from bifolio.model.huggingface.scaled_tensors import ggml_blocks
 from bifolio.model.model_file import TensorSource
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 from bifolio.model.window_fields import BY_TYPE
-from bifolio.quant.formats import Bytes, QuantFormat
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 ACTIVATION = "swiglu_clamped"
@@ -74,13 +75,6 @@ class ExpertsByRole:
         return QuantizedTensor(
             QuantFormat.MXFP4, packed.reshape(experts * kept, -1), (experts, kept, columns), f"{name}_blocks"
         )
-
-
-def ggml_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
-    """u8[..., 16] codes and u8[...] scales -> u8[..., 17]: the scale, then the codes j and j + 16 in one byte."""
-    codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
-    halves = codes[..., :16] | codes[..., 16:] << 4
-    return np.concatenate([scales[..., None], halves], axis=-1)
 
 
 def experts_in_turns(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:

@@ -26,7 +26,18 @@ from bifolio.quant.tensor import QuantizedTensor
 _FORMATS = {"F32": QuantFormat.F32, "F16": QuantFormat.F16, "BF16": QuantFormat.BF16, "U8": QuantFormat.I8}
 _FORMATS |= {"I64": QuantFormat.I64}
 _DTYPE_NAMES = {format: name for name, format in _FORMATS.items()}
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
+_ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "I32": 4,
+    "U32": 4,
+}
 _ITEM_BYTES |= {"F64": 8, "I64": 8, "U64": 8, "F16": 2, "BF16": 2, "F32": 4}
 
 # A tensor takes about 100 bytes of header, so this allows 160,000 tensors. Together with the minimum average size of an

@@ -1,8 +1,14 @@
-"""Weights of folders in FP8: bytes of the type E4M3 and the scales of their blocks or rows.
+"""Weights of folders in FP8: bytes of the type E4M3 and the scales of their blocks or rows; and experts in FP4.
 
 name.weight             F8_E4M3[rows, columns]
 name.weight_scale_inv   [rows / 128, columns / 128], or
 name.weight_scale       [rows, 1], [rows] or one number     weight = byte * scale
+name.scale              as the first, in DeepSeek-V4
+
+name.weight             I8[rows, columns / 2]     two codes in a byte, of which the low one is the first
+name.scale              F8_E8M0[rows, columns / 32]     that is MXFP4
+
+Scales of the type F8_E8M0 are powers of two: 2 ** (byte - 127).
 """
 
 from __future__ import annotations
@@ -18,12 +24,15 @@ from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedMo
 from bifolio.kernels.cpu import decode_fp8
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import Tensors
+from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.fp8 import Fp8Tensor
+from bifolio.quant.late_tensor import LateTensor
 from bifolio.quant.tensor import QuantizedTensor
 
-FP8 = "F8_E4M3"
+FP8, FP4, POWER = "F8_E4M3", "I8", "F8_E8M0"  # types in safetensors; those of bytes may name powers, too
+POWERS, EXPONENT_BIAS, NO_POWER = (POWER, "U8"), 127, 255
 USUAL_BLOCK = (128, 128)
-SUFFIXES = ("_scale_inv", "_scale")
+SUFFIXES, WEIGHT, SCALE = ("_scale_inv", "_scale"), ".weight", ".scale"
 VALUES_AT_ONCE = 1 << 16  # they stay in the cache of a core
 HIGH = 1 if sys.byteorder == "little" else 0  # the half of 32 bits that has the exponent
 
@@ -44,7 +53,13 @@ class FolderMap(Mapping[str, QuantizedTensor]):
 
     def __getitem__(self, name: str) -> QuantizedTensor:
         file = self._file_of[name]
-        if file.dtype_of(name) != FP8:
+        dtype = file.dtype_of(name)
+        if dtype == FP4 and (scale := self._scale_of(name)) is not None:
+            powers = self._file_of[scale]
+            if powers.dtype_of(scale) not in POWERS:
+                raise ModelFileError(f"the scales {scale!r} of FP4 have type {powers.dtype_of(scale)}, not {POWER}")
+            return _mxfp4(name, file, powers.bytes_of(scale).reshape(powers.shape_of(scale)))
+        if dtype != FP8:
             return file[name]
         return _scaled(name, file.bytes_of(name), file.shape_of(name), self._scales(name), self._block)
 
@@ -75,11 +90,48 @@ class FolderMap(Mapping[str, QuantizedTensor]):
         found: np.ndarray = file.bytes_of(name).view("<i4").reshape(file.shape_of(name))
         return found
 
+    def _scale_of(self, name: str) -> str | None:
+        """The name of a tensor's scales."""
+        names = [name + suffix for suffix in SUFFIXES]
+        if name.endswith(WEIGHT):
+            names.append(name.removesuffix(WEIGHT) + SCALE)
+        return next((each for each in names if each in self._file_of), None)
+
     def _scales(self, name: str) -> np.ndarray:
-        for suffix in SUFFIXES:
-            if name + suffix in self._file_of:
-                return self[name + suffix].dequantize()
-        raise ModelFileError(f"the tensor {name!r} is stored in FP8, and its scale {name + SUFFIXES[0]!r} is missing")
+        found = self._scale_of(name)
+        if found is None:
+            raise ModelFileError(
+                f"the tensor {name!r} is stored in FP8, and its scale {name + SUFFIXES[0]!r} is missing"
+            )
+        file = self._file_of[found]
+        if file.dtype_of(found) not in POWERS:
+            return self[found].dequantize()
+        powers = file.bytes_of(found).reshape(file.shape_of(found)).astype(np.int32)
+        known = powers < NO_POWER
+        return np.where(known, np.ldexp(np.float32(1), np.where(known, powers, 0) - EXPONENT_BIAS), np.float32(np.nan))
+
+
+def _mxfp4(name: str, file: Tensors, scales: np.ndarray) -> LateTensor:
+    """A matrix of FP4 codes in the blocks of GGML."""
+    shape, size = file.shape_of(name), QuantFormat.MXFP4.block_elements
+    if len(shape) != 2 or shape[1] * 2 % size or scales.shape != (shape[0], shape[1] * 2 // size):
+        raise ModelFileError(f"the tensor {name!r} of FP4 codes has shape {shape}, and its scales {scales.shape}")
+    rows, columns = shape[0], 2 * shape[1]
+    stored = file.bytes_of(name)
+
+    def blocks() -> Bytes:
+        if (scales == NO_POWER).any():
+            raise ModelFileError(f"the scales of the tensor {name!r} are not numbers")
+        return ggml_blocks(stored.reshape(rows, columns // size, size // 2), scales).reshape(rows, -1)
+
+    return LateTensor(QuantFormat.MXFP4, (rows, columns), name, stored, blocks)
+
+
+def ggml_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
+    """u8[..., 16] codes and u8[...] scales -> u8[..., 17]: the scale, then the codes j and j + 16 in one byte."""
+    codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    halves = codes[..., :16] | codes[..., 16:] << 4
+    return np.concatenate([scales[..., None], halves], axis=-1)
 
 
 def _scaled(

@@ -65,7 +65,7 @@ class EngineService:
     _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
-    _weights: WeightStream = field(init=False, default_factory=WeightStream)
+    _weights: WeightStream = field(init=False)
     _branches: BranchTable = field(init=False)
     snapshots: Snapshots = field(init=False)
     _turns: Turns = field(init=False, default_factory=Turns)
@@ -78,6 +78,7 @@ class EngineService:
         self._pooled = PooledRequests(self.send)
         self.snapshots = Snapshots(self.llm, self.thread, self._branches, self._conversations, self.send)
         self._adapters = AdapterLoader(self.llm.engine.adapters)
+        self._weights = WeightStream(self.llm.engine.runner.kernels.device)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
 

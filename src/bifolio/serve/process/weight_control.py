@@ -124,7 +124,8 @@ class WeightControl:
 
     # -- the trainer's communicator -----------------------------------------------------------------------------------
     def _join(self) -> None:
-        self.stream.join(self.message.host, self.message.port, self.message.world_size)
+        asked = self.message
+        self.stream.join(asked.host, asked.port, asked.world_size, asked.backend, asked.trainer_uuid)
 
     def _expect(self) -> None:
         self.stream.expect(self.message.name, self.message.dtype, self.message.shape)

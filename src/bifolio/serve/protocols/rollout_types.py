@@ -82,7 +82,8 @@ class Communicator(Strict, kw_only=True):
     host: Annotated[str, Meta(max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     world_size: Annotated[int, Meta(ge=2, le=1024)]
-    client_device_uuid: Annotated[str, Meta(max_length=256)] | None = None  # of the trainer; without effect
+    client_device_uuid: Annotated[str, Meta(max_length=256)] | None = None  # of the trainer's GPU
+    backend: Literal["nccl", "gloo"] | None = None  # None: NCCL where the engine is on a GPU and torch has it
 
 
 class NamedTensor(Strict, kw_only=True):

@@ -173,7 +173,10 @@ async def world_size(context: ServerContext, scope: Scope, receive: Receive, sen
 
 async def init_communicator(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), t.Communicator)
-    control = Control("", "join", host=request.host, port=request.port, world_size=request.world_size)
+    control = Control(
+        "", "join", host=request.host, port=request.port, world_size=request.world_size,
+        backend=request.backend or "", trainer_uuid=request.client_device_uuid or "",
+    )  # fmt: skip
     await send_json(send, await _control(context, scope, receive, control))
 
 

@@ -1,11 +1,14 @@
 """`ModelPool`: the engines of several models, within a budget of bytes.
 
     unloaded --request--> waiting for room --> loading --> loaded --> unloading --> unloaded
-                              evicts idle models,            no request for `keep_alive`,
-                              least recently used first      evicted, or told to
+                              evicts idle models,   ^        | no request for `keep_alive`, evicted, or told to
+                              least recently used   |        | evicted, and the host has room for its weights
+                              first                 +- sleeping
 
 Every engine is a process of its own, so an unloaded model leaves no bytes behind. A model is counted from before its
-process starts until it has ended: the sum never exceeds the budget. Models start one after the other.
+process starts until it has ended: the sum never exceeds the budget. Models start one after the other. With a budget
+for sleep an evicted model keeps its process and its weights in host memory; the least recently used ones end when
+that budget is full.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from bifolio.api.client import EngineClient
+from bifolio.api.messages import Control
 from bifolio.errors import BifolioError, did_you_mean
 from bifolio.serve.http.auth import App
 from bifolio.serve.http.context import ServerContext
@@ -39,6 +44,7 @@ class ModelState(StrEnum):
     WAITING = "waiting"  # for bytes of the budget
     LOADING = "loading"
     LOADED = "loaded"
+    SLEEPING = "sleeping"
     UNLOADING = "unloading"
 
 
@@ -57,12 +63,23 @@ class Entry:
     context: ServerContext | None = None
     app: App | None = None
     unload: asyncio.Event = field(default_factory=asyncio.Event)
+    rests: bool = False  # it is evicted for others, and sleeps if it can
+    is_asleep: bool = False  # also while it waits for room to wake
+    has_slept: bool = False  # its engine keeps the copy of its weights when it wakes
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)  # by a request while it sleeps
     problem: str | None = None  # of the start that failed
 
     @property
     def is_counted(self) -> bool:
         """Whether the model takes bytes of the budget."""
-        return self.state in (ModelState.LOADING, ModelState.LOADED, ModelState.UNLOADING)
+        return self.is_asleep or self.state in (ModelState.LOADING, ModelState.LOADED, ModelState.UNLOADING)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the budget that it takes now."""
+        if self.is_asleep:
+            return self.source.asleep_bytes
+        return self.source.num_bytes if self.is_counted else 0
 
     @property
     def expires_in(self) -> float | None:
@@ -96,8 +113,13 @@ class ModelPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all models that are loaded, start or end."""
-        return sum(entry.source.num_bytes for entry in self.entries.values() if entry.is_counted)
+        """Bytes of all models that are loaded, start or end, and the rest of those that sleep."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Bytes of weights in host memory: of models that sleep, or have slept and are awake."""
+        return sum(entry.source.host_bytes for entry in self.entries.values() if entry.has_slept)
 
     @property
     def num_open(self) -> int:
@@ -142,6 +164,11 @@ class ModelPool:
                 raise ApiError(503, entry.problem or "", "model_not_started", retry_after=RETRY_SECONDS)
             if entry.state is ModelState.UNLOADED:
                 self._start(entry)
+            elif entry.state is ModelState.SLEEPING and not entry.unload.is_set():
+                entry.state = ModelState.WAITING
+                entry.num_starts += 1
+                entry.wanted.set()
+                await self._notify()
             watched = entry.num_starts
             left = deadline - time.monotonic()
             if left <= 0:
@@ -170,7 +197,8 @@ class ModelPool:
 
     async def unload(self, entry: Entry) -> None:
         """End a model's engine; its requests get a moment to finish first."""
-        if entry.state is ModelState.LOADED:
+        if entry.state in (ModelState.LOADED, ModelState.SLEEPING):
+            entry.rests = False
             entry.unload.set()
             while entry.unload.is_set():
                 await self._wait_changed(1.0)
@@ -181,12 +209,13 @@ class ModelPool:
         entry.state = ModelState.WAITING
         entry.num_starts += 1
         entry.unload.clear()
+        entry.wanted.clear()
         life = asyncio.create_task(self._live(entry))
         self._lives.add(life)
         life.add_done_callback(self._lives.discard)
 
     async def _live(self, entry: Entry) -> None:
-        """Wait for room, start the engine, and end it when it is told to."""
+        """Wait for room, start the engine, let it sleep and wake, and end it when it is told to."""
         name = entry.source.name
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -197,31 +226,80 @@ class ModelPool:
                     await self._notify()
                     entry.context = await stack.enter_async_context(self._open(entry.source))
                 entry.app = self._make_app(entry.context)
-                entry.state, entry.last_used = ModelState.LOADED, time.monotonic()
-                entry.keep_alive, entry.problem = self.settings.keep_alive, None
+                entry.keep_alive = self.settings.keep_alive
                 logger.info("model loaded", extra={"model": name})
-                await self._notify()
-                await entry.unload.wait()
-                while entry.num_running and not self.draining:
-                    await self._wait_changed(SWEEP_SECONDS)
-                entry.state = ModelState.UNLOADING
+                while True:
+                    entry.state, entry.last_used, entry.problem = ModelState.LOADED, time.monotonic(), None
+                    await self._notify()
+                    await entry.unload.wait()
+                    while entry.num_running and not self.draining:
+                        await self._wait_changed(SWEEP_SECONDS)
+                    entry.state = ModelState.UNLOADING
+                    if not await self._sleep_until_wanted(entry, entry.context.engine):
+                        break
             logger.info("model unloaded", extra={"model": name})
-        except (BifolioError, OSError) as error:
+        except (BifolioError, OSError, ApiError) as error:
             entry.problem, entry.failed_start = f"the model {name!r} cannot be started: {error}", entry.num_starts
             logger.error("%s", entry.problem)
         finally:
             entry.context = entry.app = None
-            entry.state = ModelState.UNLOADED
+            entry.state, entry.is_asleep, entry.has_slept = ModelState.UNLOADED, False, False
             entry.unload.clear()
             await self._notify()
 
+    async def _sleep_until_wanted(self, entry: Entry, engine: EngineClient) -> bool:
+        """Let an evicted model sleep until a request wants it and there is room; False: it is to end."""
+        if not entry.rests or self.draining or not await self._make_host_room(entry):
+            return False
+        entry.has_slept = True
+        await engine.control(Control("", "sleep", level=1))
+        if not entry.rests:  # it was told to end meanwhile
+            return False
+        entry.rests, entry.is_asleep = False, True
+        entry.unload.clear()
+        while True:
+            entry.state = ModelState.SLEEPING
+            entry.wanted.clear()
+            logger.info("model sleeps", extra={"model": entry.source.name})
+            await self._notify()
+            while not (entry.wanted.is_set() or entry.unload.is_set()):
+                await self._wait_changed(SWEEP_SECONDS)
+            if entry.unload.is_set():
+                return False
+            async with self._turn:
+                if self.draining:
+                    return False
+                if not await self._make_room(entry):
+                    continue
+                entry.state, entry.is_asleep = ModelState.LOADING, False
+                await self._notify()
+                await engine.control(Control("", "wake"))
+                return True
+
+    async def _make_host_room(self, entry: Entry) -> bool:
+        """End models that sleep until the weights of this one fit into host memory; False: they never will."""
+        own = 0 if entry.has_slept else entry.source.host_bytes
+        while self.num_host_bytes + own > self.settings.sleep_bytes:
+            if not self._end_sleeper():
+                return False
+            await self._wait_changed(1.0)
+        return self.settings.sleep_bytes > 0
+
+    def _end_sleeper(self) -> bool:
+        """End the least recently used model that sleeps, unless one ends already; False if there is none."""
+        asleep = [one for one in self.entries.values() if one.state is ModelState.SLEEPING]
+        if asleep and not any(one.unload.is_set() for one in asleep):
+            min(asleep, key=lambda one: one.last_used).unload.set()
+        return bool(asleep)
+
     async def _make_room(self, entry: Entry) -> bool:
         """Evict idle models until this one fits; False when no request waits for it any more."""
-        while self.num_bytes + entry.source.num_bytes > self.settings.max_bytes:
+        while self.num_bytes - entry.num_bytes + entry.source.num_bytes > self.settings.max_bytes:
             if not entry.num_open or self.draining:
                 return False
             victim = self._least_recent()
             if victim is not None:
+                victim.rests = victim.state is ModelState.LOADED
                 victim.unload.set()
                 self.num_evictions += 1
                 logger.info("model evicted", extra={"model": victim.source.name, "for_model": entry.source.name})
@@ -229,15 +307,21 @@ class ModelPool:
         return True
 
     def _least_recent(self) -> Entry | None:
-        """The idle model that was not used for the longest time; None while one ends already, or none is idle."""
+        """The idle model that was not used for the longest time; None while one ends already, or none is idle.
+
+        Loaded models are evicted before those that sleep.
+        """
         if any(one.unload.is_set() for one in self.entries.values()):
             return None
-        idle = [
-            one
-            for one in self.entries.values()
-            if one.state is ModelState.LOADED and not one.num_open and one.source.name not in self.settings.keep
-        ]
-        return min(idle, key=lambda one: one.last_used, default=None)
+        for state in (ModelState.LOADED, ModelState.SLEEPING):
+            idle = [
+                one
+                for one in self.entries.values()
+                if one.state is state and not one.num_open and one.source.name not in self.settings.keep
+            ]
+            if idle:
+                return min(idle, key=lambda one: one.last_used)
+        return None
 
     # -- the server's life ---------------------------------------------------------------------------------------------
 
@@ -253,7 +337,12 @@ class ModelPool:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for entry in self.entries.values():
-                if entry.expires_in == 0.0 and entry.source.name not in self.settings.keep:
+                if (
+                    entry.expires_in == 0.0
+                    and not entry.unload.is_set()
+                    and entry.source.name not in self.settings.keep
+                ):
+                    entry.rests = False
                     entry.unload.set()
 
     def begin_drain(self) -> None:

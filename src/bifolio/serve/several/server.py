@@ -52,6 +52,8 @@ def several_server(
 
     def open_model(source: ModelSource) -> AbstractAsyncContextManager[ServerContext]:
         options = {**engine_options, "memory": models.cache_bytes, **source.options, "model": source.reference}
+        if models.sleep_bytes:
+            options["enable_sleep_mode"] = True
         return running_context(replace(settings, model_name=source.name), options)
 
     app_of: Any = partial(make_app, keys=keys, cors_origins=settings.cors_origins, hosts=hosts)

@@ -13,6 +13,7 @@ from bifolio.model.loader import open_text_model
 from bifolio.serve.http.context import public_name
 
 PROCESS_BYTES = 320 << 20  # of the engine's process and the helpers of its front end, beside weights and cache
+DEVICE_BYTES = 2 << 30  # of a process on a GPU beside weights and cache: context, captured graphs, buffers of a step
 CACHE_BYTES = 1 << 30  # of each model's cache, where `memory` is not given
 SPLIT = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 
@@ -25,6 +26,8 @@ class ModelSource:
     reference: str
     num_bytes: int  # of weights, cache and processes
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of its engine, where they are its own
+    asleep_bytes: int = 0  # of `num_bytes`, that stay while it sleeps
+    host_bytes: int = 0  # of weights that sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class SeveralModels:
     keep: frozenset[str] = frozenset()  # names of models that are never evicted
     keep_alive: float | None = None  # seconds after its last request until a model is unloaded; None: until evicted
     wait_seconds: float = 120.0  # that a request waits for its model, at most
+    sleep_bytes: int = 0  # of host memory for the weights of evicted models; 0: their processes end
 
     def __post_init__(self) -> None:
         names = {source.name for source in self.sources}
@@ -53,7 +57,12 @@ class SeveralModels:
 
 
 def find_models(
-    references: Sequence[str], folder: Path | None, cache_bytes: int, presets: Sequence[ModelSource] = ()
+    references: Sequence[str],
+    folder: Path | None,
+    cache_bytes: int,
+    presets: Sequence[ModelSource] = (),
+    *,
+    on_device: bool = False,
 ) -> tuple[ModelSource, ...]:
     """The named models, those of presets, and those in a folder; names must differ."""
     wanted = [*references, *([] if folder is None else _in_folder(folder))]
@@ -63,16 +72,25 @@ def find_models(
         if name in sources:
             other = sources[name].reference
             raise ConfigError(f"{reference!r} and {other!r} are both called {name!r}: rename one of them")
-        sources[name] = model_source(name, reference, cache_bytes)
+        sources[name] = model_source(name, reference, cache_bytes, on_device=on_device)
     if not sources:
         raise ConfigError(f"--models-dir {str(folder)!r} holds no .gguf file and no model folder: pass another")
     return tuple(sources.values())
 
 
-def model_source(name: str, reference: str, cache_bytes: int, options: Mapping[str, Any] | None = None) -> ModelSource:
-    """A model with the bytes that it takes."""
-    num_bytes = file_bytes(open_text_model(reference).path) + cache_bytes + PROCESS_BYTES
-    return ModelSource(name, reference, num_bytes, options or {})
+def model_source(
+    name: str,
+    reference: str,
+    cache_bytes: int,
+    options: Mapping[str, Any] | None = None,
+    *,
+    on_device: bool = False,
+) -> ModelSource:
+    """A model with the bytes that it takes, of the host or of a GPU."""
+    weights = file_bytes(open_text_model(reference).path)
+    others = DEVICE_BYTES if on_device else PROCESS_BYTES
+    stays = others if on_device else others + weights  # asleep: on a CPU weights stay where they are
+    return ModelSource(name, reference, weights + cache_bytes + others, options or {}, stays, weights)
 
 
 def _in_folder(folder: Path) -> list[str]:
