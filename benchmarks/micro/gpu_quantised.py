@@ -15,8 +15,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import astuple
+from dataclasses import replace
 from functools import partial
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,23 +34,24 @@ from bifolio.quant.tensor import QuantizedTensor
 
 FOOTPRINT = 400 << 20  # bytes of weights that a graph goes through
 PRODUCTS = {"qkv": (6144, 4096), "output": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
-FORMATS = ("q4_k", "q6_k", "q4_0", "q8_0", "bf16")
+FORMATS = ("q4_k", "q6_k", "q5_k", "q4_0", "q8_0", "int4", "bf16")
 CHECKED = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "q4_0", "q4_1", "q8_0", "groups", "mxfp4")
 LAYERS = 32
-PLANS = {  # of one row: thread blocks of a multiprocessor, constants of `row_product`
-    "default": (1, {}), "ring 66": (1, {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000}),
-    "ring 197": (1, {"RING_BYTES": 197_000}), "units of 25": (1, {"UNIT_BYTES": 25_000}), "4 warps": (1, {"WARPS": 4}),
-    "16 warps": (1, {"WARPS": 16}), "2 blocks, ring 55": (2, {"RING_BYTES": 55_000, "SLICE_BYTES": 55_000}),
-    "2 blocks, ring 100": (2, {"RING_BYTES": 100_000, "SLICE_BYTES": 100_000}),
-    "2 blocks of 4 warps": (2, {"RING_BYTES": 55_000, "SLICE_BYTES": 55_000, "WARPS": 4}),
+PLANS: dict[str, dict[str, int]] = {  # of one row: constants of `row_product`
+    "default": {}, "ring 66": {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000},
+    "ring 100": {"RING_BYTES": 100_000, "SLICE_BYTES": 100_000}, "ring 110": {"RING_BYTES": 110_000},
+    "ring 197": {"RING_BYTES": 197_000}, "units of 25": {"UNIT_BYTES": 25_000}, "8 warps": {"MOST_WARPS": 8},
+    "24 warps": {"MOST_WARPS": 24}, "8 warps, ring 100": {"MOST_WARPS": 8, "RING_BYTES": 100_000},
+    "units of 12": {"UNIT_BYTES": 12_500},
 }  # fmt: skip
-TILES = {  # of few rows: outputs, columns, warps, stages, swapped, splits; the default first
-    16: ((32, 256, 4, 3, False, 1), (32, 256, 4, 4, False, 2), (64, 256, 4, 3, False, 2), (64, 128, 4, 4, True, 2),
-         (64, 256, 4, 3, True, 1), (64, 256, 4, 3, True, 2), (64, 256, 4, 4, True, 4), (128, 128, 8, 4, True, 2)),
-    64: ((128, 128, 8, 3, True, 1), (128, 128, 8, 4, True, 2), (128, 128, 8, 3, True, 4), (128, 256, 8, 2, True, 2),
-         (64, 128, 4, 4, True, 1), (64, 128, 4, 4, True, 2), (64, 256, 4, 3, True, 2), (128, 64, 8, 4, True, 2),
-         (256, 64, 8, 4, True, 4), (128, 128, 4, 3, True, 2)),
+TILES = {  # of several rows: tiles, warps across and along, splits; stages as they fit
+    "qkv": ((2, 3, 2, 2), (2, 4, 2, 2), (2, 4, 2, 4), (1, 3, 4, 1), (1, 4, 2, 2), (2, 2, 4, 2), (3, 4, 2, 4)),
+    "output": ((2, 4, 2, 4), (2, 4, 2, 8), (2, 2, 4, 2), (1, 2, 4, 1), (1, 4, 2, 2), (2, 2, 2, 4), (2, 1, 8, 1)),
+    "up": ((2, 4, 2, 1), (4, 4, 2, 1), (2, 7, 2, 1), (1, 7, 2, 1), (2, 2, 4, 1), (4, 2, 4, 1), (1, 4, 2, 1), (2, 4, 2, 2)),
+    "down": ((2, 4, 2, 4), (2, 4, 2, 8), (2, 2, 4, 2), (1, 2, 4, 2), (2, 2, 2, 4), (2, 1, 8, 1), (4, 4, 2, 8)),
 }  # fmt: skip
+ALL_TILES = ("q4_k",)  # formats that try every tile; others try those of `SOME`
+SOME = 2
 compiling_only = False
 
 
@@ -83,8 +85,8 @@ def random_rows(format: str, outputs: int, depth: int) -> Any:
 
     if format == "bf16":
         return torch.randn(outputs, depth, device="cuda").to(torch.bfloat16)
-    kind = QuantFormat[format.upper()]
-    layout = LAYOUTS[kind]
+    kind = QuantFormat["Q4_1" if format == "int4" else format.upper()]
+    layout = replace(LAYOUTS[kind], group=128) if format == "int4" else LAYOUTS[kind]
     _, scales_at, _, row_bytes = layout.regions(depth)
     rows = torch.randint(0, 256, (outputs, row_bytes), dtype=torch.uint8, device="cuda")
     rows[:, scales_at:] = 0x1C  # 0.004 as f16
@@ -141,7 +143,7 @@ def errors_of(weight: Any, num_processors: int) -> Iterator[tuple[str, float, fl
     ids = torch.randint(0, outputs, (9,), device="cuda")
     yield "look up", relative(quantised.dequantise(weight, torch.float32, rows=ids, factor=2.0), dense[ids] * 2), 1e-6
     norm = Norm(torch.rand(depth, device="cuda") + 0.5, None, 1e-5)
-    for rows in (1, 2, 16, 33, 64):
+    for rows in (1, 2, 9, 16, 33, 64, 130):
         x, residual = torch.randn(rows, depth, device="cuda"), torch.randn(rows, outputs, device="cuda")
         narrow = x.to(torch.bfloat16)
         plain = narrow.float() @ dense.T
@@ -195,11 +197,57 @@ def check(num_processors: int) -> int:
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
+def bf16_settings(rows: int, options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    from bifolio.kernels.triton.gemm_small_m import few_rows
+    from bifolio.kernels.triton.norm import act_mul
+
+    def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, weight)
+        return y if options["activation"] is None else act_mul(y, options["activation"])
+
+    own = {} if rows > 128 else {"default": partial(few_rows, **options)}
+    return {**own, "library": library}
+
+
+def coded_settings(format: str, rows: int, product: str, options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    from bifolio.kernels.cuda import code_product
+    from bifolio.kernels.cuda.code_product import CodeTile
+    from bifolio.kernels.triton import quantised
+    from bifolio.kernels.triton.norm import ACTIVATIONS, act_mul
+
+    kind = -1 if options["activation"] is None else ACTIVATIONS[options["activation"]]
+
+    def tiled(x: torch.Tensor, weight: Any, tile: CodeTile) -> torch.Tensor:
+        out = torch.empty(len(x), weight.shape[0] // (1 if kind < 0 else 2), dtype=x.dtype, device=x.device)
+        own: dict[str, Any] = {"bias": None, "residual": None, "activation": kind, "tile": tile}
+        code_product.multiply(x, weight.rows, weight.constants(), out, **own)
+        return out
+
+    def library(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, quantised.dequantise(weight, x.dtype))
+        return y if kind < 0 else act_mul(y, options["activation"])
+
+    made: dict[str, Callable[..., Any]] = {"default": partial(quantised.few_rows, **options)}
+    if rows >= 64:
+        made["library"] = library
+    codes = random_rows(format, 16, PRODUCTS[product][1]).constants()
+    most = min(max(8, 1 << (rows - 1).bit_length()), code_product.MOST_ROWS)
+    tiles = TILES[product] if format in ALL_TILES else TILES[product][:SOME]
+    for (tiles_of_warp, across, along, splits), blocks, each in product_of(tiles, (1, 2), {most, min(most, 64)}):
+        if tiles_of_warp * each * blocks * across * along > 2048:  # sums in registers; `blocks` share a multiprocessor
+            continue
+        found = code_product.fitting(
+            CodeTile(each, tiles_of_warp, across, along, 2, splits), codes, 227 * 1024 // blocks
+        )
+        if found is not None:
+            made[f"{each}: {tiles_of_warp},{across},{along},{found.stages},{splits}"] = partial(tiled, tile=found)
+    return made
+
+
 def settings(format: str, rows: int, product: str) -> dict[str, Callable[..., Any]]:
     """Named calls (x, weight) -> result; those of one row with their norm, others plain or gated."""
     from bifolio.kernels.cuda import row_product as plans
-    from bifolio.kernels.triton import gemm_small_m, quantised
-    from bifolio.kernels.triton.gemm_tuning import RowTile
+    from bifolio.kernels.triton import quantised
     from bifolio.kernels.triton.norm import ACTIVATIONS
 
     outputs, depth = PRODUCTS[product]
@@ -207,20 +255,7 @@ def settings(format: str, rows: int, product: str) -> dict[str, Callable[..., An
     options: dict[str, Any] = {"activation": "silu" if gated else None}
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     if rows > 1:
-        if format == "bf16":
-            return {
-                "default": partial(gemm_small_m.few_rows, **options),
-                "library": lambda x, weight: torch.nn.functional.linear(x, weight),
-            }
-        few: Callable[..., Any] = partial(quantised.few_rows, **options)
-        tiles = [RowTile(*tile) for tile in TILES[16 if rows <= 16 else 64]]
-        made = {"default": few}
-        for tile in tiles:
-            if not gated or tile.outputs < 256:
-                made[str((*astuple(tile)[:4], "swapped" if tile.swapped else "plain", tile.splits))] = partial(
-                    few, tile=tile
-                )
-        return made
+        return bf16_settings(rows, options) if format == "bf16" else coded_settings(format, rows, product, options)
     norm = (
         Norm(torch.ones(depth, device="cuda", dtype=torch.bfloat16), None, 1e-5) if product in ("qkv", "up") else None
     )
@@ -230,16 +265,15 @@ def settings(format: str, rows: int, product: str) -> dict[str, Callable[..., An
         own = {**options, "activation": ACTIVATIONS["silu"] if gated else -1, "bias": None}
         return {"default": partial(plans.row_product, num_processors=processors, **own)}
 
-    def planned(x: torch.Tensor, weight: Any, blocks: int, changes: dict[str, int]) -> Any:
+    def planned(x: torch.Tensor, weight: Any, changes: dict[str, int]) -> Any:
         with ExitStack() as stack:
             for name, value in changes.items():
                 stack.enter_context(mock.patch.object(plans, name, value))
             plans.plan_of.cache_clear()
-            return quantised.one_row(x, weight, num_processors=blocks * processors, **options)
+            return quantised.one_row(x, weight, num_processors=processors, **options)
 
-    made = {name: partial(planned, blocks=blocks, changes=changes) for name, (blocks, changes) in PLANS.items()}
+    made = {name: partial(planned, changes=changes) for name, changes in PLANS.items()}
     made["triton"] = partial(quantised.one_row, **options)
-    made["triton 8x512"] = partial(quantised.one_row, tile=RowTile(8, 512, 4), **options)
     return made
 
 
@@ -298,7 +332,7 @@ def main() -> int:
     global compiling_only
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS), help="formats to time, by commas")
-    parser.add_argument("--rows", default="1,16,64", help="numbers of rows, by commas")
+    parser.add_argument("--rows", default="1,16,32,64,128,256", help="numbers of rows, by commas")
     parser.add_argument("--out", type=Path, default=None, help="folder for quantised.json")
     parser.add_argument("--check-only", action="store_true", help="no timing")
     parser.add_argument("--no-check", action="store_true", help="timing alone")

@@ -17,7 +17,15 @@ from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
-from bifolio.kernels.cuda.row_product import SHARED_BYTES, TENSOR_DEPTH, WARPS, can_multiply, plan_of, row_product
+from bifolio.kernels.cuda.row_product import (
+    SHARED_BYTES,
+    TENSOR_DEPTH,
+    WARPS,
+    can_multiply,
+    coded_warps,
+    plan_of,
+    row_product,
+)
 from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
 from bifolio.kernels.triton.row_layouts import EXPONENTS, pack
 from exotic_weights import exotic_tensor
@@ -163,6 +171,13 @@ def test_the_launch_of_a_product_with_codes(recorder: Recorder) -> None:
     own = recorder.constants
     assert (own["CODE_BYTES"], own["LOW"], own["HIGH"], own["GROUP"]) == (weight.rows.shape[1], 4, 2, 16)
     assert (own["UNIT"], own["BY_TENSOR"], recorder.grid) == (8, False, (2,))
+    assert (own["WARPS"], own["TEAMS"], recorder.block) == (4, 4, 17 * 32)  # a lane has 32 columns
+
+
+def test_warps_divide_rows_of_codes_evenly() -> None:
+    found = {(depth, chunk): coded_warps(depth, chunk) for depth in (512, 2048, 4096, 14336) for chunk in (16, 32)}
+    assert found == {(512, 16): 1, (512, 32): 1, (2048, 16): 4, (2048, 32): 2, (4096, 16): 8, (4096, 32): 4,
+                     (14336, 16): 7, (14336, 32): 7}  # fmt: skip
 
 
 def test_operands_that_the_product_does_not_know(recorder: Recorder) -> None:

@@ -94,6 +94,20 @@ __device__ __forceinline__ void copy_passing(u32 target, const u8 *source, u32 b
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// Copies 16, 8 or 4 bytes of which the first `bytes` exist; zeros take the place of the others.
+template <int SIZE = 16> __device__ __forceinline__ void copy_async(u32 target, const u8 *source, u32 bytes) {
+    if (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(SIZE), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Waits for the first THREADS threads of a thread block, all of which call it.
 template <int THREADS> __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
@@ -114,6 +128,16 @@ __device__ __forceinline__ void peer_store(float *target, int rank, float value)
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(target)), "r"(rank));
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+
+// The four values that another thread block of the cluster has at the address of one's own `source`.
+__device__ __forceinline__ float4 peer_load(const float *source, int rank) {
+    u32 there;
+    float4 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(source)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+    return v;
 }
 
 // -- numbers -----------------------------------------------------------------------------------------------------------
@@ -155,6 +179,25 @@ __device__ __forceinline__ u32 round_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// Operations on pairs of bf16.
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
+    u32 product;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+__device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
+    u32 difference;
+    asm("sub.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
+
+__device__ __forceinline__ u32 multiply_add_pair(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
 }
 
 // Adds the product of 16 rows and 8 columns, 16 deep, whose fragments the lanes of a warp hold.

@@ -5,14 +5,15 @@
 //
 // A thread block owns every gridDim.x-th unit of UNIT rows (gated: half of them gates, half their up projections). One
 // warp copies units into a ring of STAGES units in shared memory by bulk copies, before the inputs are there: a kernel
-// starts while its predecessors run, and its weights arrive meanwhile. Each of WARPS warps multiplies its own columns of
-// every row by its part of x in registers; the sums of the warps are added at the end, always in the same order.
+// starts while its predecessors run, and its weights arrive meanwhile. Units are multiplied by
+// TEAMS teams in turns. Each of the WARPS warps of a team multiplies its own columns of every row by its part of x in
+// registers; the sums of the warps are added at the end, always in the same order.
 //
 // Experts that a token chose, CHOICES of them: gated products write the hidden values of all of them, times their shares of
 // the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
 // weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
 //
-// Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
+// Constants: DEPTH, UNIT, STAGES, WARPS, TEAMS (1 but for codes), BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
 // HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts),
 // CODE_BYTES (of a row of codes; 0: other weights).
@@ -24,7 +25,7 @@ constexpr int BYTES = IS_FP8 ? 1 : 2;                            // of a dense w
 constexpr int ROW_BYTES = CODE_BYTES ? CODE_BYTES : SEGMENT * BYTES;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * TEAMS * 32;
 
 // The part of x of a lane that multiplies and adds: VECTOR columns of each span of its warp.
 struct Lanes {
@@ -208,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         u64 first = lane * ROWS < OUTPUTS ? lane * ROWS : (u64)outputs + lane * ROWS - OUTPUTS;
         if (lane < COPIES) copy(slot + lane * ROWS * PITCH, source + first * ROW_BYTES, ROWS * ROW_BYTES, barrier);
     };
-    if (warp == WARPS) {
+    if (warp == WARPS * TEAMS) {
         if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < STAGES; ++i) start_barrier(full + i * 8, 1), start_barrier(empty + i * 8, WARPS);
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         for (int i = 0; !IS_UP && i < STAGES && i < count; ++i) fetch(i);
     }
     __syncthreads();
-    if (warp == WARPS) {
+    if (warp == WARPS * TEAMS) {
         if (IS_UP) {
             wait_inputs();
             if (lane < CHOICES) chosen = experts[lane];
@@ -247,11 +248,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     if (IS_NORMED) {
 #pragma unroll
         for (int mask = BY_TENSOR ? 2 : 16; mask > 0; mask /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, mask);
-        if (lane == 0) squares[warp] = square;
+        if (lane == 0 && warp < WARPS) squares[warp] = square;
     }
-    for (int i = 0; i < count; ++i) {
+    for (int i = warp / WARPS; i < count; i += TEAMS) {
         wait_barrier(full + i % STAGES * 8, (i / STAGES) & 1);
-        part.multiply(ring + i % STAGES * UNIT_BYTES, sums + i * UNIT * WARPS + warp);
+        part.multiply(ring + i % STAGES * UNIT_BYTES, sums + i * UNIT * WARPS + warp % WARPS);
         if (count > STAGES) {
             __syncwarp();
             if (lane == 0) arrive(empty + i % STAGES * 8);

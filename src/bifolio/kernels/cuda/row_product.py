@@ -14,8 +14,9 @@ import torch
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.interface import Norm, Routing
 
-SOURCES = "common", "activations", "row_values", "row_codes", "row_product"
-WARPS = 8  # that multiply
+SOURCES = "common", "activations", "row_values", "code_scales", "row_codes", "row_product"
+WARPS = 8  # that multiply a unit, of dense weights
+MOST_WARPS, MOST_CODED_WARPS = 16, 8  # of rows of codes: of all teams, of one
 UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
 RING_BYTES, TENSOR_RING_BYTES = 132_000, 197_000  # of the units in flight otherwise: one thread block on a processor
@@ -42,6 +43,8 @@ class RowPlan:
     grid: int  # thread blocks
     stages: int  # units in flight
     shared_bytes: int
+    warps: int = WARPS  # that divide the columns of a unit
+    teams: int = 1  # that multiply units in turns
 
 
 @cache
@@ -55,11 +58,13 @@ def plan_of(
     ring_bytes: int = 0,
     value_bytes: int = 2,
     code_bytes: int = 0,
+    chunk: int = 32,
 ) -> RowPlan | None:
     """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot.
 
     Rows that are not whole belong to several matrices. `ring_bytes`: of the units in flight; 0: choose.
     `value_bytes`: of a dense weight. `code_bytes`: of a row of codes; 0: the weight is dense.
+    `chunk`: columns of codes that a lane multiplies at a time.
     """
     row_bytes = code_bytes or depth * value_bytes
     if row_bytes % 16 or depth > (MOST_CODES_DEPTH if code_bytes else MOST_DEPTH) or (code_bytes and depth % 32):
@@ -82,7 +87,8 @@ def plan_of(
     units, unit_bytes = rows // unit, unit * (row_bytes + padding)
     grid = min(units, num_processors)
     count = -(-units // grid)
-    sum_bytes = (count * unit + 1) * WARPS * 4
+    warps = coded_warps(depth, chunk) if code_bytes else WARPS
+    sum_bytes = (count * unit + 1) * warps * 4
     if not ring_bytes and count * unit_bytes <= SLICE_BYTES:
         ring_bytes = SLICE_BYTES
     elif not ring_bytes:
@@ -90,7 +96,22 @@ def plan_of(
     stages = min(min(ring_bytes, SHARED_BYTES - sum_bytes) // (unit_bytes + 16), count)
     if stages < 1:
         return None
-    return RowPlan(by_tensor, unit, units, grid, stages, stages * (unit_bytes + 16) + sum_bytes)
+    return RowPlan(
+        by_tensor,
+        unit,
+        units,
+        grid,
+        stages,
+        stages * (unit_bytes + 16) + sum_bytes,
+        warps,
+        MOST_WARPS // warps if code_bytes else 1,
+    )
+
+
+def coded_warps(depth: int, chunk: int) -> int:
+    """Warps that divide a row of codes most evenly."""
+    spans = -(-depth // (32 * chunk))
+    return min(range(1, MOST_CODED_WARPS + 1), key=lambda warps: (-(-spans // warps) * warps, -warps))
 
 
 def can_multiply(
@@ -122,7 +143,7 @@ def _plan(
 ) -> RowPlan | None:
     return plan_of(
         weight.shape[0], x.numel(), gated=gated, num_processors=num_processors, value_bytes=weight.element_size(),
-        code_bytes=0 if codes is None else weight.shape[1],
+        code_bytes=0 if codes is None else weight.shape[1], chunk=16 if codes is not None and codes["LOW"] == 8 else 32,
     )  # fmt: skip
 
 
@@ -177,7 +198,8 @@ def launch(
         layout |= {name: codes[name] for name in NO_CODES if name in codes} | {"CODE_BYTES": codes["ROW_BYTES"]}
     experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
-        SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS,
+        SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=plan.warps,
+        TEAMS=plan.teams,
         BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
@@ -187,7 +209,7 @@ def launch(
     )  # fmt: skip
     module.function("row_product").launch(
         (plan.grid,),
-        (WARPS + 1) * 32,
+        (plan.warps * plan.teams + 1) * 32,
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
             x if residual is None else residual, experts, shares, out, outputs, plan.units,

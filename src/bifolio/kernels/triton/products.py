@@ -92,7 +92,8 @@ class Products:
             x = tensor(product.x)
         if is_packed:
             is_first, self.begins_pass = self.begins_pass, False
-            return quantised.one_row(x, weight, is_first=is_first, num_processors=self._num_processors, **options)
+            processors = 0 if self._dtype == torch.float32 else self._num_processors  # the kernel in CUDA C++ rounds x
+            return quantised.one_row(x, weight, is_first=is_first, num_processors=processors, **options)
         values, scales, group = fp8.parts_of(weight)
         if self._num_processors and group in (0, values.shape[1]):
             own: dict[str, Any] = {

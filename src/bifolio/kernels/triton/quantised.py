@@ -2,9 +2,10 @@
 
     out = act(norm(x) @ dequantised.T + bias) + residual          (each part optional)
 
-One row: `row_codes.cu` where CUDA kernels can be compiled, else multiply-adds on dequantised tiles. Few rows: a tile of
-the weight is dequantised in registers and multiplied by tensor cores. Many rows: the whole weight is dequantised once,
-and cuBLAS multiplies. Matrices that share their input but not their format are multiplied one after the other.
+One row: `row_codes.cu` where CUDA kernels can be compiled, else multiply-adds on dequantised tiles. Few rows:
+`code_product.cu` there, else a kernel in Triton; both dequantise tiles of the weight in registers and multiply them by
+tensor cores. Many rows: the whole weight is dequantised once, and cuBLAS multiplies. Matrices that share their input but
+not their format are multiplied one after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import triton
 
+from bifolio.kernels.cuda import code_product
 from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.native.encode import quickly_converted
@@ -131,12 +133,16 @@ def few_rows(
         return _one_by_one(few_rows, x, weight, bias, residual, activation, out_dtype, {"tile": tile, "fixed": fixed})
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    codes, kind = weight.constants(), NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+    if out is None:
+        out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    if tile is None and not fixed and code_product.can_multiply(x, residual, bias, out, codes):
+        code_product.multiply(x, weight.rows, codes, out, bias=bias, residual=residual, activation=kind)
+        return out
     if tile is None:
         is_coded = weight.layout.low != 8
         tile = few_rows_tile(num_rows, outputs, depth, x.dtype, is_coded, gated=activation is not None, fixed=fixed)
     rows = tile.rows if fixed else min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
-    if out is None:
-        out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
     few_rows_kernel[grid](
         x,
@@ -150,7 +156,7 @@ def few_rows(
         x.stride(0),
         out.stride(0),
         DEPTH=depth,
-        **weight.constants(),
+        **codes,
         SPLITS=tile.splits,
         ROWS=rows,
         OUTPUTS=tile.outputs,
