@@ -3,9 +3,9 @@
     out = act(norm(x) @ dequantised.T + bias) + residual          (each part optional)
 
 One row: `row_codes.cu` where CUDA kernels can be compiled, else multiply-adds on dequantised tiles. Few rows:
-`code_product.cu` there, else a kernel in Triton; both dequantise tiles of the weight in registers and multiply them by
-tensor cores. Many rows: the whole weight is dequantised once, and cuBLAS multiplies. Matrices that share their input but
-not their format are multiplied one after the other.
+`code_product.cu` there, else a kernel in Triton; both dequantise tiles of the weight in registers and multiply them
+by tensor cores. Many rows: the whole weight is dequantised once, and cuBLAS multiplies. Matrices that share their
+input but not their format are multiplied one after the other.
 """
 
 from __future__ import annotations
