@@ -103,10 +103,12 @@ def dense_values(weight: Any) -> torch.Tensor:
 
     def plane(at: int, bits: int) -> torch.Tensor:
         if bits == 8:
-            return weight.rows[:, at : at + depth].view(torch.int8).float()
+            whole: torch.Tensor = weight.rows[:, at : at + depth].view(torch.int8).float()
+            return whole
         each = weight.rows[:, at : at + depth * bits // 8].reshape(outputs, -1, 1, 4)
         shifts = torch.arange(0, 8, bits, device=each.device, dtype=torch.uint8)[:, None]
-        return ((each >> shifts) & ((1 << bits) - 1)).reshape(outputs, depth).float()
+        codes: torch.Tensor = (each >> shifts) & ((1 << bits) - 1)
+        return codes.reshape(outputs, depth).float()
 
     codes = plane(0, layout.low)
     if layout.high:
@@ -130,7 +132,8 @@ def dense_values(weight: Any) -> torch.Tensor:
             scale = pairs[:, :, 0].view(torch.int8).float() * top[:, :, 0]
     if layout.scales not in (row_layouts.HALF_PAIRS, row_layouts.BYTE_PAIRS):
         offset = scale * -layout.zero
-    return (codes.view(outputs, count, -1) * scale[:, :, None] + offset[:, :, None]).view(outputs, depth)
+    values: torch.Tensor = codes.view(outputs, count, -1) * scale[:, :, None] + offset[:, :, None]
+    return values.view(outputs, depth)
 
 
 def errors_of(weight: Any, num_processors: int) -> Iterator[tuple[str, float, float]]:
