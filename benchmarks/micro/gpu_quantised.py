@@ -38,11 +38,10 @@ FORMATS = ("q4_k", "q6_k", "q5_k", "q4_0", "q8_0", "int4", "bf16")
 CHECKED = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "q4_0", "q4_1", "q8_0", "groups", "mxfp4")
 LAYERS = 32
 PLANS: dict[str, dict[str, int]] = {  # of one row: constants of `row_product`
-    "default": {}, "ring 66": {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000},
-    "ring 100": {"RING_BYTES": 100_000, "SLICE_BYTES": 100_000}, "ring 110": {"RING_BYTES": 110_000},
-    "ring 197": {"RING_BYTES": 197_000}, "units of 25": {"UNIT_BYTES": 25_000}, "8 warps": {"MOST_WARPS": 8},
-    "24 warps": {"MOST_WARPS": 24}, "8 warps, ring 100": {"MOST_WARPS": 8, "RING_BYTES": 100_000},
-    "units of 12": {"UNIT_BYTES": 12_500},
+    "default": {}, "ring 66": {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000}, "ring 110": {"RING_BYTES": 110_000},
+    "ring 197": {"RING_BYTES": 197_000}, "units of 25": {"UNIT_BYTES": 25_000}, "2 teams": {"CODED_TEAMS": 2},
+    "chunks of 32": {"CODED_CHUNK": 32}, "chunks of 32, 2 teams": {"CODED_CHUNK": 32, "CODED_TEAMS": 2},
+    "chunks of 32, units of 25": {"CODED_CHUNK": 32, "UNIT_BYTES": 25_000},
 }  # fmt: skip
 TILES = {  # of several rows: tiles, warps across and along, splits; stages as they fit
     "qkv": ((2, 3, 2, 2), (2, 4, 2, 2), (2, 4, 2, 4), (1, 3, 4, 1), (1, 4, 2, 2), (2, 2, 4, 2), (3, 4, 2, 4)),

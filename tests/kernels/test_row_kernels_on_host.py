@@ -64,6 +64,30 @@ def test_a_product_with_quantised_weights(name: str, rows: int, depth: int, extr
     close(out, expected if residual is None else expected + residual, 1e-4)
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q2_K"])
+def test_teams_that_multiply_quantised_rows_in_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes with 32 columns, in two teams, through a ring that is filled again and again."""
+    for constant, value in {"CODED_CHUNK": 32, "CODED_TEAMS": 2, "RING_BYTES": 4 * 8 * 900, "SLICE_BYTES": 0}.items():
+        monkeypatch.setattr(row_product, constant, value)
+    row_product.plan_of.cache_clear()
+    try:
+        weight = pack((exotic_tensor(name, 248, 1024),), "cpu")
+        plan = row_product.plan_of(
+            248, 1024, gated=False, num_processors=PROCESSORS, code_bytes=weight.rows.shape[1], chunk=32
+        )
+        assert plan is not None
+        assert plan.teams == 2
+        assert plan.units // plan.grid > plan.stages >= 2
+        x = normal(2, 1, 1024)
+        out = row_product.row_product(
+            x, weight.rows, norm=None, bias=None, residual=None, activation=-1, out_dtype=torch.float32,
+            num_processors=PROCESSORS, codes=weight.constants(),
+        )  # fmt: skip
+        close(out, x.float() @ torch.from_numpy(exotic_tensor(name, 248, 1024).dequantize()).T, 2e-4)
+    finally:
+        row_product.plan_of.cache_clear()
+
+
 @pytest.mark.parametrize(("rows", "depth", "ring"), [(176, 128, 10_000), (140, 264, 4_500)])
 def test_a_ring_that_is_filled_again_and_again(
     rows: int, depth: int, ring: int, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc
+from bifolio.kernels.cuda import row_product as row_product_launches
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
 from bifolio.kernels.cuda.row_product import (
@@ -171,7 +172,17 @@ def test_the_launch_of_a_product_with_codes(recorder: Recorder) -> None:
     own = recorder.constants
     assert (own["CODE_BYTES"], own["LOW"], own["HIGH"], own["GROUP"]) == (weight.rows.shape[1], 4, 2, 16)
     assert (own["UNIT"], own["BY_TENSOR"], recorder.grid) == (8, False, (2,))
-    assert (own["WARPS"], own["TEAMS"], recorder.block) == (4, 4, 17 * 32)  # a lane has 32 columns
+    assert (own["WARPS"], own["TEAMS"], own["CHUNK"], recorder.block) == (8, 1, 16, 9 * 32)
+
+
+def test_a_place_in_the_ring_belongs_to_one_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_product_launches, "CODED_TEAMS", 2)
+    plan_of.cache_clear()
+    plan = plan_of(28672, 4096, gated=True, num_processors=132, code_bytes=2368)
+    plan_of.cache_clear()
+    assert plan is not None
+    assert plan.teams == 2
+    assert plan.stages % 2 == 0
 
 
 def test_warps_divide_rows_of_codes_evenly() -> None:

@@ -14,10 +14,10 @@
 //     LOW 2      word i of 16 columns: byte k has the columns k, 4 + k, 8 + k, 12 + k, from the lowest bits on
 //     HIGH 2, 1  the bits above LOW, in words of 16 or 32 columns in the same order; 0: none
 //
-// Constants: CODE_BYTES (of a row; 0: not used), LOW, HIGH, GROUP, SCALES, ZERO, and the first bytes of the regions of a row:
+// Constants: CODE_BYTES (of a row; 0: not used), CHUNK (16; 32 of up to 4 low bits), LOW, HIGH, GROUP, SCALES, ZERO, and the first bytes of the regions of a row:
 // HIGH_AT, SCALES_AT, TOPS_AT.
 struct Codes {
-    static constexpr int CHUNK = LOW == 8 ? 16 : 32, WORDS = CHUNK / 4, SPAN = 32 * CHUNK;  // 16 bytes of low bits
+    static constexpr int WORDS = CHUNK / 4, SPAN = 32 * CHUNK;
     static constexpr int PARTS = (DEPTH + WARPS * SPAN - 1) / (WARPS * SPAN), SETS = GROUP < CHUNK ? CHUNK / GROUP : 1;
     static constexpr int SEGMENT = CHOICES > 0 && ACTIVATION < 0 ? DEPTH / CHOICES : DEPTH;  // columns of a matrix
     u32 coarse[PARTS][WORDS], fine[PARTS][WORDS];
@@ -77,26 +77,31 @@ struct Codes {
         }
     }
 
+    template <int BYTES> __device__ __forceinline__ static void read_words(u32 address, u32 (&words)[4]) {
+        if (BYTES == 4) words[0] = shared_word(address);
+        if (BYTES == 8) {
+            uint2 found = shared_pair(address);
+            words[0] = found.x, words[1] = found.y;
+        }
+        if (BYTES == 16) {
+            uint4 found = shared_load(address);
+            words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+        }
+    }
+
     // The codes of the chunk at `place` of a row: words of 4 columns.
     __device__ __forceinline__ static void read_codes(u32 row, int place, u32 (&codes)[WORDS]) {
-        if (LOW == 2) {
-            uint2 found = shared_pair(row + place / 4);
+        u32 words[4];
+        read_words<CHUNK * LOW / 8>(row + place * LOW / 8, words);
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) codes[i] = (i < 4 ? found.x : found.y) >> i % 4 * 2 & 0x03030303u;
-        } else {
-            uint4 found = shared_load(row + place * LOW / 8);
-            u32 words[4] = {found.x, found.y, found.z, found.w};
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i)
-                codes[i] = LOW == 8 ? words[i % 4] : words[i / 2 % 4] >> i % 2 * 4 & 0x0F0F0F0Fu;
-        }
+        for (int i = 0; i < WORDS; ++i)
+            codes[i] = LOW == 8 ? words[i % 4] : words[i * LOW / 8 % 4] >> i * LOW % 8 & (1u << LOW % 8) * 0x01010101u - 0x01010101u;
         if (HIGH == 0) return;
-        uint2 found{0, 0};
-        if (HIGH == 2) found = shared_pair(row + HIGH_AT + place / 4);
-        else found.x = shared_word(row + HIGH_AT + place / 8);
+        if (HIGH == 2) read_words<CHUNK / 4>(row + HIGH_AT + place / 4, words);
+        else words[0] = shared_word(row + HIGH_AT + place / 32 * 4) >> place % 32 / 4;
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
-            u32 word = HIGH == 2 && i >= 4 ? found.y : found.x;
+            u32 word = words[i * HIGH / 8];
             int from = i * HIGH % 8;
             codes[i] |= (from < LOW ? word << (LOW - from) : word >> (from - LOW)) & (((1u << HIGH) - 1) * 0x01010101u << LOW % 8);
         }
@@ -126,8 +131,9 @@ struct Codes {
             for (int r = 0; r < UNIT; ++r) {
                 u32 row = first + r * CODE_BYTES, codes[WORDS];
                 read_codes(row, place, codes);
-                u32 from = row + SCALES_AT + place / GROUP * (SCALES == HALF_PAIRS ? 4 : SCALES == SIGNED_BYTES ? 1 : 2), found;
-                found = SCALES == HALF_PAIRS || (SCALES == BYTE_PAIRS && SETS == 2) ? shared_word(from) : shared_half(from);
+                constexpr int BYTES = SCALES == HALF_PAIRS ? 4 : SCALES == SIGNED_BYTES ? 1 : 2;  // of a group
+                u32 from = row + SCALES_AT + place / GROUP * BYTES, found;
+                found = BYTES * SETS == 4 ? shared_word(from) : BYTES * SETS == 2 ? shared_half(from) : shared_byte(from);
                 u32 tops = SCALES == BYTE_PAIRS || SCALES == SIGNED_BYTES ? shared_word(row + TOPS_AT + place / 256 * 4) : 0;
                 float top = half_number(tops & 0xFFFFu), least = half_number(tops >> 16);
                 int upper[SETS] = {}, dots[SETS] = {};

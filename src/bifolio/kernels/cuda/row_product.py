@@ -16,7 +16,8 @@ from bifolio.kernels.interface import Norm, Routing
 
 SOURCES = "common", "activations", "row_values", "code_scales", "row_codes", "row_product"
 WARPS = 8  # that multiply a unit, of dense weights
-MOST_WARPS, MOST_CODED_WARPS = 16, 8  # of rows of codes: of all teams, of one
+CODED_WARPS = 8  # the same of codes, at most
+CODED_CHUNK, CODED_TEAMS = 16, 1  # columns of codes that a lane multiplies at a time; teams of warps
 UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
 RING_BYTES, TENSOR_RING_BYTES = 132_000, 197_000  # of the units in flight otherwise: one thread block on a processor
@@ -45,6 +46,7 @@ class RowPlan:
     shared_bytes: int
     warps: int = WARPS  # that divide the columns of a unit
     teams: int = 1  # that multiply units in turns
+    chunk: int = 16  # columns of codes that a lane multiplies at a time
 
 
 @cache
@@ -58,7 +60,7 @@ def plan_of(
     ring_bytes: int = 0,
     value_bytes: int = 2,
     code_bytes: int = 0,
-    chunk: int = 32,
+    chunk: int = 16,
 ) -> RowPlan | None:
     """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot.
 
@@ -94,24 +96,19 @@ def plan_of(
     elif not ring_bytes:
         ring_bytes = TENSOR_RING_BYTES if by_tensor else RING_BYTES
     stages = min(min(ring_bytes, SHARED_BYTES - sum_bytes) // (unit_bytes + 16), count)
+    teams = CODED_TEAMS if code_bytes else 1
+    if stages < count and teams > 1:  # a place in the ring belongs to one team
+        stages, teams = (stages // teams * teams, teams) if stages >= teams else (stages, 1)
     if stages < 1:
         return None
-    return RowPlan(
-        by_tensor,
-        unit,
-        units,
-        grid,
-        stages,
-        stages * (unit_bytes + 16) + sum_bytes,
-        warps,
-        MOST_WARPS // warps if code_bytes else 1,
-    )
+    shared_bytes = stages * (unit_bytes + 16) + sum_bytes
+    return RowPlan(by_tensor, unit, units, grid, stages, shared_bytes, warps, teams, chunk)
 
 
 def coded_warps(depth: int, chunk: int) -> int:
     """Warps that divide a row of codes most evenly."""
     spans = -(-depth // (32 * chunk))
-    return min(range(1, MOST_CODED_WARPS + 1), key=lambda warps: (-(-spans // warps) * warps, -warps))
+    return min(range(1, CODED_WARPS + 1), key=lambda warps: (-(-spans // warps) * warps, -warps))
 
 
 def can_multiply(
@@ -141,9 +138,10 @@ def can_multiply(
 def _plan(
     x: torch.Tensor, weight: torch.Tensor, codes: Mapping[str, int] | None, *, gated: bool, num_processors: int
 ) -> RowPlan | None:
+    chunk = 16 if codes is not None and codes["LOW"] == 8 else CODED_CHUNK  # 16 bytes of low bits, at most
     return plan_of(
         weight.shape[0], x.numel(), gated=gated, num_processors=num_processors, value_bytes=weight.element_size(),
-        code_bytes=0 if codes is None else weight.shape[1], chunk=16 if codes is not None and codes["LOW"] == 8 else 32,
+        code_bytes=0 if codes is None else weight.shape[1], chunk=chunk,
     )  # fmt: skip
 
 
@@ -199,7 +197,7 @@ def launch(
     experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
         SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=plan.warps,
-        TEAMS=plan.teams,
+        TEAMS=plan.teams, CHUNK=plan.chunk,
         BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
