@@ -72,6 +72,8 @@ template Array<const uint8_t, 1> array_of<const uint8_t, 1>(const char*, nb::han
 template Array<const uint8_t, 2> array_of<const uint8_t, 2>(const char*, nb::handle);
 template Array<uint8_t, 2> array_of<uint8_t, 2>(const char*, nb::handle);
 template Array<uint8_t, 1> array_of<uint8_t, 1>(const char*, nb::handle);
+template Array<const uint8_t, 3> array_of<const uint8_t, 3>(const char*, nb::handle);
+template Array<uint8_t, 3> array_of<uint8_t, 3>(const char*, nb::handle);
 template Array<void, 4> array_of<void, 4>(const char*, nb::handle);
 template Array<float, 3> array_of<float, 3>(const char*, nb::handle);
 template Array<float, 4> array_of<float, 4>(const char*, nb::handle);

@@ -94,8 +94,10 @@ NB_MODULE(_native, m) {
   bifolio::bind_error();
   bifolio::bind_classes(m);
   bifolio::bind_formats(m);
+  bifolio::bind_images(m);
   bifolio::bind_tokens(m);
   bifolio::bind_program(m);
   bifolio::bind_ranks(m);
+  bifolio::bind_host(m);
   bifolio::bind_settings(m);
 }

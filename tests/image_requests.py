@@ -67,7 +67,8 @@ def prompt_of(name: str, text: str, numbers: tuple[int, ...]) -> PromptTokens:
     model = loaded(name)
     text = text.format(MODELS[name]().place)
     if numbers:
-        return with_images(model, text, None, pictures(numbers))
+        assert model.vision is not None
+        return with_images(model, text, None, [model.vision.read(image) for image in pictures(numbers)])
     return PromptTokens(text, model.require_tokenizer().encode(text))
 
 

@@ -1,10 +1,13 @@
 """Micro-benchmark: decode steps on a GPU with low-rank adapters, on a shape with random weights (docs/lora.md).
 
     python -m benchmarks.micro.gpu_adapters [--shape llama-8b] [--rank 16] [--rounds 3] [--tokens 64] [--out FILE]
+                                            [--sequences 1 8 64] [--kernels] [--cold]
 
 Adapters change all matrices of attention and of the MLPs. One engine runs the workloads in turns; a row is the median
 over the rounds, beside the base at the same number of sequences. The last rows are the base before any adapter is
 loaded, and the longest step of running requests while an adapter is read from a file and used for the first time.
+`--kernels` also prints the time of each kernel in a step, which includes the waits of overlapping kernels. `--cold`
+captures only the steps that are measured.
 """
 
 from __future__ import annotations
@@ -105,6 +108,27 @@ def hot_load(llm: LLM, folder: Path) -> tuple[float, float, float]:
     return done[0], max(steps), statistics.median(steps)
 
 
+def print_kernels(llm: LLM, sequences: int, adapters: list[LoadedAdapter], steps: int = 16) -> None:
+    """Microseconds and launches of each kernel in a decode step, by their times."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    begin(llm, sequences, adapters, 4 * steps)
+    for _ in range(2 * steps):
+        llm.engine.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            llm.engine.step()
+        torch.cuda.synchronize()
+    while llm.engine.has_work:
+        llm.engine.step()
+    rows = sorted(found.key_averages(), key=lambda row: -row.device_time_total)
+    print(f"{sequences} sequences, {len(adapters)} adapters")
+    for row in rows[:14]:
+        total, count = row.device_time_total / steps, row.count / steps
+        print(f"    {total:9.1f} us a step  {count:6.1f} launches of {total / count:7.2f} us  {row.key[:60]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-8b")
@@ -113,17 +137,20 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--most", type=int, default=MOST, help="adapters in memory")
+    parser.add_argument("--kernels", action="store_true", help="print the time of each kernel")
+    parser.add_argument("--cold", action="store_true", help="capture only the steps that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = SHAPES[args.shape]
     config = tiny(config) if args.tiny else config
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 64, "enable_prefix_caching": False}
-    options |= {"device": args.device, "max_loras": args.most, "warm_up": args.device != "cpu"}
+    options |= {"device": args.device, "max_loras": args.most, "warm_up": args.device != "cpu" and not args.cold}
     options |= {"num_blocks": 1200, "block_size": 64}
-    workloads = [each for each in WORKLOADS if each[1] <= args.most]
+    workloads = [each for each in WORKLOADS if each[1] <= args.most and each[0] in args.sequences]
     with LLM(random_model(config, args.device), **options) as llm, tempfile.TemporaryDirectory() as temporary:
-        bare = {count: step_seconds(llm, count, [], args.tokens) for count in (1, 8, 64)}
+        bare = {count: step_seconds(llm, count, [], args.tokens) for count in args.sequences}
         (folder,) = write_adapters(Path(temporary), config, 1, args.rank)
         weights = read_adapter(folder, config)
         started = time.perf_counter()
@@ -137,6 +164,8 @@ def main() -> None:
             for each in workloads:
                 found[each].append(step_seconds(llm, each[0], adapters[: each[1]], args.tokens))
         rows = [describe(each, times, found[each[0], 0], bare[each[0]]) for each, times in found.items()]
+        for each in workloads if args.kernels else ():
+            print_kernels(llm, each[0], adapters[: each[1]])
         for _ in range(2):
             hot = hot_load(llm, folder)
             llm.engine.adapters.unload("hot")

@@ -39,9 +39,7 @@ CHECKED = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "q4_0", "q4_1", "q8_0", "grou
 LAYERS = 32
 PLANS: dict[str, dict[str, int]] = {  # of one row: constants of `row_product`
     "default": {}, "ring 66": {"RING_BYTES": 66_000, "SLICE_BYTES": 66_000}, "ring 110": {"RING_BYTES": 110_000},
-    "ring 197": {"RING_BYTES": 197_000}, "units of 25": {"UNIT_BYTES": 25_000}, "2 teams": {"CODED_TEAMS": 2},
-    "chunks of 32": {"CODED_CHUNK": 32}, "chunks of 32, 2 teams": {"CODED_CHUNK": 32, "CODED_TEAMS": 2},
-    "chunks of 32, units of 25": {"CODED_CHUNK": 32, "UNIT_BYTES": 25_000},
+    "ring 197": {"RING_BYTES": 197_000}, "units of 25": {"UNIT_BYTES": 25_000}, "4 warps": {"WARPS": 4},
 }  # fmt: skip
 TILES = {  # of several rows: tiles, warps across and along, splits; stages as they fit
     "qkv": ((2, 3, 2, 2), (2, 4, 2, 2), (2, 4, 2, 4), (1, 3, 4, 1), (1, 4, 2, 2), (2, 2, 4, 2), (3, 4, 2, 4)),

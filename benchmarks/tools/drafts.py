@@ -87,10 +87,10 @@ class Waits:
 def _pending_kinds() -> list[Any]:
     """The classes of results in flight that have a method `wait`."""
     try:
-        from bifolio.kernels.triton import cuda_graphs, draft_steps
+        from bifolio.kernels.triton.graphs import results
     except ImportError:
         return []
-    found = [getattr(module, name) for module in (cuda_graphs, draft_steps) for name in vars(module)]
+    found = list(vars(results).values())
     kinds = [kind for kind in found if isinstance(kind, type) and "wait" in vars(kind)]
     return list(dict.fromkeys(kinds))
 

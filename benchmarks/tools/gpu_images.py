@@ -3,8 +3,8 @@
     python -m benchmarks.tools.gpu_images --models /dev/shm/models      # rows of JSON
     python -m benchmarks.tools.gpu_images --tiny --device torch         # without a GPU
 
-The first row has the time to the first token of a prompt with a new image of 560×560 pixels, decoded from a PNG, and of
-a prompt with as many tokens of text; each also a second time, which finds its prefix in the cache. The next are 64
+The first row has the time to the first token of a prompt with a new image of 560×560 pixels, as a PNG and decoded, and
+of a prompt with as many tokens of text; each also a second time, which finds its prefix in the cache. The next are 64
 requests, each with an image of its own and 128 new tokens, and the same number of requests with text in their place.
 """
 
@@ -92,12 +92,17 @@ def with_text(seed: int, length: int) -> dict[str, Any]:
 
 
 def first_tokens(llm: LLM, rounds: int, edge: int) -> dict[str, Any]:
-    """Medians of milliseconds to the first token of a new prompt, and of the same prompt again."""
+    """Medians of milliseconds to the first token of a new prompt, and of the same prompt again.
+
+    Of images that are files, and of decoded ones (`pixels`).
+    """
     one, length = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False), 0
-    times: dict[str, list[float]] = {"image": [], "image_again": [], "text": [], "text_again": []}
+    names = ("image", "pixels", "text")
+    times: dict[str, list[float]] = {key: [] for name in names for key in (name, f"{name}_again")}
     for number in range(rounds + 2):
-        prompts = {"image": with_image(number, edge), "text": with_text(number, length)} if length else {
-            "image": with_image(number, edge)}  # fmt: skip
+        prompts = {"image": with_image(number, edge), "pixels": with_image(500 + number, edge)}
+        prompts["pixels"]["multi_modal_data"]["image"].load()
+        prompts |= {"text": with_text(number, length)} if length else {}
         for name, prompt in prompts.items():
             for key in (name, f"{name}_again"):
                 began = time.perf_counter()
@@ -124,6 +129,15 @@ def crowd(llm: LLM, count: int, new: int, edge: int, seed: int) -> dict[str, Any
     return {"row": "crowd", "requests": count, "new": new, "prompt_tokens": length, **rates}
 
 
+def open_model(models: Path, device: str, *, tiny: bool) -> LLM:
+    """The model, whose folder is written first where there is none."""
+    folder = models / f"qwen3-vl-{'tiny' if tiny else '8b'}"
+    if not folder.exists():
+        write_model(folder, TINY if tiny else SIZES, device)
+    own: dict[str, Any] = {"kernels": "torch"} if device == "torch" else {"device": device}
+    return LLM(folder, max_model_len=2048, **own)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("out/models"), help="folder for the model")
@@ -132,18 +146,18 @@ def main() -> int:
     parser.add_argument("--edge", type=int, default=560, help="pixels of an edge of the images")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the same architecture")
     options = parser.parse_args()
-    folder = options.models / f"qwen3-vl-{'tiny' if options.tiny else '8b'}"
-    if not folder.exists():
-        write_model(folder, TINY if options.tiny else SIZES, options.device)
-    own: dict[str, Any] = {"kernels": "torch"} if options.device == "torch" else {"device": options.device}
     began = time.perf_counter()
-    with LLM(folder, max_model_len=2048, **own) as llm:
+    with open_model(options.models, options.device, tiny=options.tiny) as llm:
         print(json.dumps({"row": "start", "seconds": round(time.perf_counter() - began, 1)}), flush=True)
-        print(json.dumps(first_tokens(llm, options.rounds, options.edge)), flush=True)
-        count, new = (4, 8) if options.tiny else (64, 128)
-        for number in range(2):
-            print(json.dumps(crowd(llm, count, new, options.edge, 1000 * (number + 1))), flush=True)
+        print_figures(llm, options.rounds, options.edge, tiny=options.tiny)
     return 0
+
+
+def print_figures(llm: LLM, rounds: int, edge: int, *, tiny: bool) -> None:
+    print(json.dumps(first_tokens(llm, rounds, edge)), flush=True)
+    count, new = (4, 8) if tiny else (64, 128)
+    for number in range(2):
+        print(json.dumps(crowd(llm, count, new, edge, 1000 * (number + 1))), flush=True)
 
 
 if __name__ == "__main__":

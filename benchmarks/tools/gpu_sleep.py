@@ -66,16 +66,16 @@ def counted_captures() -> list[int]:
     """A list with one number, which counts the captures of graphs from now on."""
     count = [0]
     try:
-        from bifolio.kernels.triton.cuda_graphs import GraphRecorder
+        from bifolio.kernels.triton.graphs.graph_cache import GraphCache
     except ImportError:
         return count
-    record = GraphRecorder.record
+    record = GraphCache.record
 
-    def counting(recorder: GraphRecorder, run: Callable[[], None]) -> Any:
+    def counting(cache: GraphCache, run: Callable[[], None], pool: str) -> Any:
         count[0] += 1
-        return record(recorder, run)
+        return record(cache, run, pool)
 
-    setattr(GraphRecorder, "record", counting)  # noqa: B010
+    setattr(GraphCache, "record", counting)  # noqa: B010
     return count
 
 

@@ -97,6 +97,11 @@ class StandInDrafts:
         hidden = self._network.from_target(self._kernels, batch, self._storage)
         return self._chain(np.asarray(hidden)[batch.logit_rows], tables, slots, positions, entries, length)
 
+    def read(self, batch: Batch, tables: np.ndarray, slots: np.ndarray) -> bool:
+        self._slots.calls["read"] += 1
+        self._network.from_target(self._kernels, batch, self._storage)
+        return True
+
     def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> Drafted:
         self._slots.calls["follow"] += 1
         verified, tables = self._slots.verified, np.pad(tables, ((0, 0), (0, self._slots.max_blocks - tables.shape[1])))
@@ -244,9 +249,10 @@ class StandInSlots:
     def can_verify(self, slots: np.ndarray, length: int) -> bool:
         return not self._storage.layout.num_states and not any(self._adapters.get(int(slot)) for slot in slots)
 
-    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> Drawn:
+    def verify(self, slots: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> Drawn:
         """The accepted tokens change nothing but the slots' own state: the engine learns them from the tokens alone."""
         self.calls["verify"] += 1
+        np.testing.assert_array_equal(lengths, self._lengths[slots])
         runs, texts = [], []
         for slot, row in zip(slots.tolist(), drafts.tolist(), strict=True):
             own = self.drafts.get(slot, [])

@@ -76,10 +76,13 @@ def test_steps_run_ahead_while_drafts_rest(rests: tuple[int, ...], monkeypatch: 
     monkeypatch.setattr(DraftPolicy, "choose", lambda self, *_: {})
     found, in_flight = run(engine)
     assert found == expected
+    assert isinstance(engine.slots.device, StandInSlots)
+    calls = engine.slots.device.calls
+    assert (calls["verify"] > 0) == (rests != (200,)), "steps that return states are verifications without drafts"
+    assert calls["follow"] == 0
     if rests == (200,):
         assert in_flight.count(2) >= len(ahead) - 6
-        assert isinstance(engine.slots.device, StandInSlots)
-        assert engine.slots.device.calls["decode"] >= NUM_TOKENS - 2
+        assert calls["decode"] >= NUM_TOKENS - 2
     elif rests != (0,):
         assert in_flight.count(2) > 5
         assert in_flight.count(1) > 5

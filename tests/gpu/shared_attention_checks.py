@@ -24,8 +24,8 @@ from check_bench import (
 
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
 from bifolio.kernels.shared_prefix import Group, deal, find_groups
-from bifolio.kernels.triton.cuda_graphs import shared_words
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, new_shared_rows, rows_per_item
+from bifolio.kernels.triton.step.decodes import shared_words
 from bifolio.kernels.triton.tiles import TILE
 
 MANY = list(range(1, 65))

@@ -178,12 +178,14 @@ def test_loads_and_unloads_in_flight_change_no_bit(
 def test_an_engine_without_active_adapters_captures_nothing_for_them(
     new_engine: NewEngine, base: Path, adapters: list[Path]
 ) -> None:
+    from bifolio.kernels.triton.step.decodes import StepKey
+
     engine = new_engine("bf16", model=load_folder(base), **SIZES)
     loaded = engine.adapters.load("a", adapters[1])
     run(engine, [(prompt_of(3), None)] * 3)
-    assert all(key.adapts is None for key in engine.slots.device.graphs.keys)
+    assert all(key.adapts is None for key in engine.slots.device.graphs.keys(StepKey))
     run(engine, [(prompt_of(3), None), (prompt_of(4), loaded)])
-    assert any(key.adapts is not None for key in engine.slots.device.graphs.keys)
+    assert any(key.adapts is not None for key in engine.slots.device.graphs.keys(StepKey))
 
 
 @pytest.mark.usefixtures("own_kernels", "compiled")
@@ -193,8 +195,8 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
     """Against float64; of parts that some adapters leave alone. A row has the bits that it has alone."""
     import torch
 
+    from bifolio.kernels.triton.adapter_changes import NO_BIAS
     from bifolio.kernels.triton.adapter_slots import AdapterSlots
-    from bifolio.kernels.triton.adapters import NO_BIAS
 
     rng, widths, depth = np.random.default_rng(rows), (4096, 1024, 1024), 4096
     kernels = gpu_kernels("bf16", deterministic=fixed)
@@ -237,6 +239,88 @@ def test_grouped_products_of_real_sizes(rows: int, fixed: bool, gpu_kernels: Any
             one = slots.stage(AdapterUse(tuple(loaded), numbers[row : row + 1]))
             alone = kernels.adapt(y[row : row + 1], x[row : row + 1], 0, one).float().cpu().numpy()
             assert (alone == found[row : row + 1]).all()
+
+
+PRODUCTS = {0: ((4096, 1024, 1024), 4096), 1: ((6144, 6144), 4096), 2: ((4096,), 6144)}  # widths and depth of a site
+
+
+@pytest.mark.usefixtures("own_kernels", "compiled")
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 100])
+def test_products_with_changes_of_real_sizes(rows: int, gpu_kernels: Any, device: str) -> None:
+    """Queries, keys and values behind a norm, an activated gate, and a product that is added to the residual: against
+    float64. The kernels add the changes of adapters, of several ranks and of some parts, to their own sums."""
+    import torch
+
+    from bifolio.kernels.interface import Linear, Norm
+    from bifolio.kernels.triton.adapter_slots import AdapterSlots
+    from bifolio.quant.tensor import QuantizedTensor
+
+    rng, kernels = np.random.default_rng(rows), gpu_kernels("bf16")
+
+    def narrow(*size: int, scale: float = 1.0) -> np.ndarray:
+        found: np.ndarray = torch.tensor(rng.standard_normal(size) * scale).bfloat16().float().numpy()
+        return found
+
+    weights = {site: narrow(sum(widths), depth, scale=depth**-0.5) for site, (widths, depth) in PRODUCTS.items()}
+
+    def adapter(rank: int, *, first_parts: bool) -> Adapter:
+        changes = {}
+        for site, (widths, depth) in PRODUCTS.items():
+            column = 0 if first_parts else sum(widths[:-1])
+            outputs = sum(widths) if first_parts else widths[-1]
+            bias = narrow(outputs) if rank == 24 else None
+            changes[site] = (
+                LowRank(column, narrow(rank, depth, scale=depth**-0.5), narrow(outputs, rank, scale=rank**-0.5), bias),
+            )
+        return Adapter(changes)
+
+    adapters = [adapter(rank, first_parts=rank != 24) for rank in (16, 24, 1, 64, *[5] * 15)]
+    slots = AdapterSlots(
+        {site: ProductShape(*each) for site, each in PRODUCTS.items()}, device, kernels.dtype, most_in_batch=64,
+        most_idle=16, fixed=False,
+    )  # fmt: skip
+    loaded = tuple(slots.prepare(each) for each in adapters)
+    linears = {}
+    for site, each in weights.items():
+        matrices = tuple(QuantizedTensor.from_array(part) for part in np.split(each, 2 if site == 1 else 1))
+        linears[site] = kernels.prepare_linear(Linear(matrices, (None,) * len(matrices), site=site))
+    stream, hidden, residual = narrow(rows, 4096), narrow(rows, 6144), narrow(rows, 4096)
+    norm, eps = narrow(4096), 1e-5
+    normed = (
+        stream.astype(np.float64) * norm / np.sqrt((stream.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + eps)
+    )
+    for numbers in (
+        [[n] for n in range(-1, 5)] if rows == 1 else [rng.integers(-1, len(adapters), rows), np.full(rows, 1)]
+    ):
+        use = slots.stage(AdapterUse(loaded, np.asarray(numbers, np.int32)))
+        x = kernels.norm(torch.tensor(stream, device=device), kernels.prepare_norm(Norm(norm, None, eps)))
+        inputs = {0: x, 1: x, 2: torch.tensor(hidden, device=device).bfloat16()}
+        outputs = {
+            site: kernels.adapt(kernels.linear(inputs[site], each), inputs[site], site, use)
+            for site, each in linears.items()
+        }
+        found = (
+            kernels.to_host(outputs[0]),
+            kernels.to_host(kernels.act_mul(outputs[1], "silu")),
+            kernels.to_host(kernels.add(torch.tensor(residual, device=device), outputs[2])),
+        )
+        plain, wanted = {}, {}
+        for site, each in weights.items():
+            own = hidden.astype(np.float64) if site == 2 else normed
+            plain[site] = own @ each.T.astype(np.float64)
+            wanted[site] = plain[site].copy()
+            for row, number in enumerate(numbers):
+                if number >= 0:
+                    (part,) = adapters[number].products[site]
+                    columns = slice(part.column, part.column + len(part.up))
+                    wanted[site][row, columns] += part.up.astype(np.float64) @ (part.down.astype(np.float64) @ own[row])
+                    wanted[site][row, columns] += 0.0 if part.bias is None else part.bias
+        gate, up = np.split(wanted[1], 2, axis=1)
+        expected = wanted[0], gate / (1 + np.exp(-gate)) * up, wanted[2] + residual
+        for site, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            for row, number in enumerate(numbers):
+                error = np.linalg.norm(ours[row] - theirs[row]) / np.linalg.norm(theirs[row])
+                assert error < 0.01, (site, row, number, error)
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ def test_the_plan_of_memory_counts_the_tower(new_engine: NewEngine, gpu_kernels:
     """A measured step holds the largest image, and the rows that are kept."""
     from bifolio.config import CacheConfig, EngineConfig
     from bifolio.engine.device_memory import measure_step, move_to_device
-    from bifolio.engine.images import CACHE_BYTES
+    from bifolio.engine.images import KEPT_BYTES
 
     class Memory:
         def free_bytes(self) -> int:
@@ -115,4 +115,4 @@ def test_the_plan_of_memory_counts_the_tower(new_engine: NewEngine, gpu_kernels:
         model = move_to_device(loaded(name), kernels)
         assert model.tower is not None
         assert model.tower.prepared(kernels.for_towers) is model.tower
-        assert measure_step(model, kernels, config, Memory()) == CACHE_BYTES + 1250
+        assert measure_step(model, kernels, config, Memory()) == KEPT_BYTES + 1250

@@ -44,12 +44,12 @@ def no_capture(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     def forbid() -> None:
         if request.config.getoption("--device") == "torch":
             return
-        from bifolio.kernels.triton.cuda_graphs import GraphRecorder
+        from bifolio.kernels.triton.graphs.graph_cache import GraphCache
 
         def refuse(*arguments: Any) -> None:
             raise AssertionError("a graph is captured again")
 
-        monkeypatch.setattr(GraphRecorder, "record", refuse)
+        monkeypatch.setattr(GraphCache, "record", refuse)
 
     return forbid
 

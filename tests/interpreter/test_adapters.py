@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from adapter_cases import DEPTH, WIDTHS, new_adapters
+from adapter_cases import DEPTH, WIDTHS, low_rank, new_adapters
+from network_cases import new_linear
 
 from adapter_files import adapter_folder, end_folder
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Adapter, AdapterUse, ExpertLowRank, ProductShape
 from bifolio.kernels.reference import ReferenceKernels
-from bifolio.kernels.triton import TritonKernels
+from bifolio.kernels.triton import TritonKernels, adapted_products
 from bifolio.kernels.triton.adapter_slots import AdapterSlots, grouped_rows
+from bifolio.kernels.triton.step.decodes import StepKey
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import make_engine, random_prompt, tiny_folder
@@ -39,7 +41,7 @@ def new_slots(**options: Any) -> AdapterSlots:
 
 @given(st.lists(st.integers(-1, 4), min_size=1, max_size=80), st.sampled_from((4, 16)))
 def test_tiles_hold_each_row_once_beside_rows_of_its_adapter(numbers: list[int], rows: int) -> None:
-    order, tiles = grouped_rows(np.array(numbers, np.int32), rows)
+    order, tiles, groups, members = grouped_rows(np.array(numbers, np.int32), rows)
     seen: list[int] = []
     for adapter, first, count in tiles.T.tolist():
         assert 1 <= count <= rows
@@ -48,7 +50,9 @@ def test_tiles_hold_each_row_once_beside_rows_of_its_adapter(numbers: list[int],
         seen += own
     assert sorted(seen) == list(range(len(numbers)))
     slots = new_slots()
-    assert len(slots.words(np.array(numbers, np.int32), 80)) == 80 + 3 * slots._num_tiles(80)
+    assert len(slots.words(np.array(numbers, np.int32), 80)) == 80 + 81 + 80 + 3 * slots._num_tiles(80)
+    assert sorted(groups[: groups[-1]].tolist()) == sorted({*numbers} - {-1})
+    assert [groups[member] if member >= 0 else -1 for member in members] == numbers
     assert tiles.shape[1] <= len(numbers)
 
 
@@ -67,6 +71,48 @@ def test_changes_equal_the_reference(count: int) -> None:
         expected = reference.adapt(y, x, site, AdapterUse(tuple(adapters), rows))
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
         assert (found[rows < 0] == y[rows < 0]).all()
+
+
+FUSED = {3: (128, 128, 256), 5: (192, 192), 6: (80,)}  # widths of products whose kernels add the changes themselves
+
+
+def changed(kernels: Any, x: Any, linears: dict[int, Any], use: AdapterUse, residual: Any) -> list[np.ndarray]:
+    """A product of three parts, gate and up with their activation, and a product that is added to the residual."""
+    own = {
+        site: kernels.adapt(kernels.linear(x, kernels.prepare_linear(each)), x, site, use)
+        for site, each in linears.items()
+    }
+    results = own[3], kernels.act_mul(own[5], "silu"), kernels.add(residual, own[6])
+    return [np.asarray(kernels.to_host(each)) for each in results]
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_products_add_the_changes_in_their_kernels(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of adapters of several ranks, with a bias, of some parts, and of more adapters than are multiplied at once."""
+    rng = np.random.default_rng(count)
+    linears = {
+        site: replace(new_linear(rng, widths, DEPTH, bias=site == 5), site=site) for site, widths in FUSED.items()
+    }
+    adapters = [
+        Adapter({site: (low_rank(rng, sum(widths), DEPTH, 3),) for site, widths in FUSED.items()}) for _ in range(9)
+    ]
+    adapters += [
+        Adapter({3: (low_rank(rng, 256, DEPTH, 33, 256, bias=True),), 5: (low_rank(rng, 192, DEPTH, 17, 192),)}),
+        Adapter({3: (low_rank(rng, 128, DEPTH, 20),), 6: (low_rank(rng, 80, DEPTH, 16),)}),
+    ]  # fmt: skip
+    x = rng.standard_normal((count, DEPTH)).astype(np.float32)
+    residual = rng.standard_normal((count, 80)).astype(np.float32)
+    rows = rng.integers(-1, len(adapters), count).astype(np.int32)
+    expected = changed(ReferenceKernels(), x, linears, AdapterUse(tuple(adapters), rows), residual)
+    slots = AdapterSlots(
+        {site: ProductShape(widths, DEPTH) for site, widths in FUSED.items()}, "cpu", torch.float32,
+        most_in_batch=16, most_idle=2, fixed=False,
+    )  # fmt: skip
+    monkeypatch.setattr(adapted_products, "expand", None)  # is not needed
+    use = slots.stage(AdapterUse(tuple(slots.prepare(each) for each in adapters), rows))
+    found = changed(TritonKernels("cpu", "f32"), torch.tensor(x), linears, use, torch.tensor(residual))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
 def test_an_adapter_lies_in_front_of_the_first_place_of_the_table() -> None:
@@ -159,10 +205,10 @@ def test_engines_give_what_the_reference_gives(options: dict[str, Any]) -> None:
         assert ours == theirs
         assert scores == pytest.approx(wanted, abs=1e-3)
     graphs = engine.slots.device.graphs  # type: ignore[union-attr]
-    with_adapters_of = {key for key in graphs.keys if key.adapts is not None}
+    with_adapters_of = {key for key in graphs.keys(StepKey) if key.adapts is not None}
     assert with_adapters_of
     run(engine, [(4, None)])
-    assert {key for key in graphs.keys if key.adapts is not None} == with_adapters_of
+    assert {key for key in graphs.keys(StepKey) if key.adapts is not None} == with_adapters_of
 
 
 def test_a_request_has_the_same_bits_alone_and_beside_other_adapters() -> None:

@@ -21,6 +21,7 @@ from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton import chosen_attention as chosen_kernels
 from bifolio.kernels.triton.chosen_attention import chosen_attention
 from bifolio.kernels.triton.pass_rows import PassRows
+from bifolio.kernels.triton.step.decodes import StepKey
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import drain, make_engine, output_ids, random_prompt
@@ -91,7 +92,7 @@ def test_decode_steps_run_as_captured_ones() -> None:
     engine, found = texts("glm_moe_dsa", TritonKernels("cpu", "f32"), 3)
     assert engine.slots.device is not None
     assert engine.slots.device.prompts is None
-    assert engine.slots.device.graphs.keys
+    assert engine.slots.device.graphs.keys(StepKey)
     assert found == expected
 
 

@@ -197,7 +197,7 @@ def test_a_grammar_behind_a_shared_prompt(monkeypatch: pytest.MonkeyPatch) -> No
     for kernels in (ReferenceKernels(), TritonKernels("cpu", "f32")):
         engine = make_engine(model, kernels=kernels)
         if engine.slots.device is not None:
-            graphs: Any = engine.slots.device.graphs  # type: ignore[attr-defined]
+            graphs: Any = engine.slots.device.decodes  # type: ignore[attr-defined]
             launch = graphs.launch
 
             def watched(slots: Any, mode: Any, work: Any = None, launch: Any = launch, **options: Any) -> Any:
@@ -222,7 +222,7 @@ def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         options: dict[str, Any] = {} if kernels is None else {"kernels": kernels}
         engine = make_engine(num_blocks=64, **options)
         if kernels is not None:
-            graphs: Any = engine.slots.device.graphs  # type: ignore[union-attr]
+            graphs: Any = engine.slots.device.decodes  # type: ignore[union-attr]
             launch = graphs.launch
 
             def watched(slots: Any, mode: str, work: Any = None, launch: Any = launch, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from test_chosen_positions import texts
 from bifolio.kernels.interface import Heads
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels, latent_attention
+from bifolio.kernels.triton.step.decodes import StepKey
 
 LENGTHS, DIM = [200, 3, 65], 272
 
@@ -82,5 +83,5 @@ def test_engines_run_captured_steps(name: str, deterministic: bool, monkeypatch:
     assert launched
     assert engine.slots.device is not None
     assert engine.slots.device.prompts is not None
-    assert engine.slots.device.graphs.keys
+    assert engine.slots.device.graphs.keys(StepKey)
     assert found == expected

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.triton import TritonKernels
-from bifolio.kernels.triton.prompt_graphs import Sizes
+from bifolio.kernels.triton.graphs.sizes import Sizes
 from bifolio.kernels.triton.query_tiles import tiles_of
 from bifolio.kernels.triton.scan_plan import LONG
 from bifolio.kernels.triton.slots import TritonSlots

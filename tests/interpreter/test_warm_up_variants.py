@@ -23,8 +23,8 @@ from bifolio.config import RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.triton import TritonKernels
-from bifolio.kernels.triton.cuda_graphs import StepKey
 from bifolio.kernels.triton.sampling import Mode
+from bifolio.kernels.triton.step.decodes import StepKey
 from bifolio.sampling_params import SamplingParams
 from gpu_models import random_weights
 from helpers import make_engine
@@ -48,8 +48,8 @@ def warm(request: pytest.FixtureRequest) -> Iterator[Recorded]:
         warm_up(engine)
         assert engine.slots.device is not None
         graphs: Any = engine.slots.device.graphs  # type: ignore[attr-defined]
-        for key, step in list(graphs._steps.items()):
-            graphs._run(step, key.mode)  # on a GPU the capture of a step runs it
+        for step in graphs.passes(StepKey):
+            step.run()  # on a GPU the capture of a step runs it
         yield engine, found
 
 
@@ -98,10 +98,10 @@ CAPTURED_LATER = ("temperature alone", "penalties and logprobs", "a bias")
 def test_a_workload_meets_no_kernel_and_no_graph_that_is_new(name: str, warm: Recorded) -> None:
     engine, found = warm
     graphs: Any = engine.slots.device.graphs  # type: ignore[union-attr]
-    variants, keys = set(found), graphs.keys
+    variants, keys = set(found), graphs.keys(StepKey)
     WORKLOADS[name](engine)
     assert [f"{module}.{kernel}" for module, kernel, *_ in found - variants] == []
-    new = graphs.keys - keys
+    new = graphs.keys(StepKey) - keys
     if name in CAPTURED_LATER:
         assert not {key.mode for key in new} & {Mode(), Mode("filter")}
     else:
@@ -110,7 +110,7 @@ def test_a_workload_meets_no_kernel_and_no_graph_that_is_new(name: str, warm: Re
 
 def test_one_sequence_whose_draw_waits_for_a_mask_has_a_step_of_one_row(warm: Recorded) -> None:
     graphs: Any = warm[0].slots.device.graphs  # type: ignore[union-attr]
-    assert StepKey(1, None) in graphs.keys
+    assert StepKey(1, None) in graphs.keys(StepKey)
 
 
 def test_a_new_variant_is_noticed(warm: Recorded) -> None:

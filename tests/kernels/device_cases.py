@@ -272,6 +272,16 @@ def release_memory(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return (kernels.to_host(kept),)
 
 
+@case("on_padding", "expert_calls")
+def on_padding(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Without experts on the host, results within it are those of other steps."""
+    calls = kernels.expert_calls()
+    assert calls is None or calls.product_rate() > 0
+    with kernels.on_padding():
+        kept = activations(kernels, normal(rng, 64, 64))
+    return (kernels.to_host(kept),)
+
+
 # -- whole steps -------------------------------------------------------------------------------------------------------
 def _runner(kernels: KernelSet) -> ModelRunner:
     return make_runner(tiny_loaded(), num_blocks=8, kernels=kernels, poison=True, cache_dtype=kernels.kv_dtype)[0]
@@ -419,7 +429,7 @@ def _check_verification(
     slots.set_progress(taken, lengths, tokens[0])
     assert slots.can_verify(taken, 2)
     right, wrong = [tokens[1][0], tokens[2][0]], [(tokens[1][1] + 1) % VOCAB, -2]
-    found = slots.verify(taken, np.array([right, wrong])).wait().tolist()
+    found = slots.verify(taken, np.array([right, wrong]), lengths).wait().tolist()
     assert len(found) == 5
     assert found[:2] == right
     assert found[3] == tokens[1][1]
@@ -451,6 +461,7 @@ def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
     states = kernels.from_host(normal(np.random.default_rng(4), 5, head.states_width))
     runs = [HeadRun(np.array(table), 0, 0, ids) for table, ids in zip(([3, 1], [4, 5]), tokens, strict=True)]
     logits, hidden = own.run(runs, states, AttentionPhase.DECODE, own_states=False)
+    first: Any = hidden + 0  # a copy
     wanted, scores, ends = [], [], [3, 2]
     for step in range(3):
         assert head.token_ids is not None
@@ -462,6 +473,11 @@ def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
         slots.set_params(slot, SamplingParams(temperature=0), 0, None)
     own.on_device = slots.draft_slots(own.network, own.blocks.storage)
     runs = [runs[row]._replace(start=0, tokens=tokens[row]) for row in range(2)]
+    own.blocks.poison_blocks([3])
+    own.read(runs[0], states[:3], 1)
+    again = runs[0]._replace(start=ends[0], tokens=[int(wanted[0][0])])
+    logits, _ = own.run([again], kernels.take(first, [0]), AttentionPhase.DECODE, own_states=True)
+    assert np.abs(kernels.to_host(logits)[0] - scores[1][0]).max() < 0.02 * np.abs(scores[1][0]).max()
     found = own.draft(runs, states, taken.tolist(), [4, 3], [3, 3])
     assert found is not None
     for row, drafts in enumerate(found.wait().tolist()):

@@ -9,7 +9,7 @@ import struct
 import subprocess
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,9 +32,11 @@ class HostModule:
     """Stands for a compiled module: the same source, run on the host."""
 
     folder: Path
+    late: ClassVar[list[tuple[int, int, int]]] = []  # (target, source, bytes) of copies made when the inputs are there
 
     def __init__(self, parts: tuple[str, ...], constants: dict[str, int]) -> None:
         self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
+        self.waits = constants.get("THIN_WIDTH", 0) > 0  # for other thread blocks: all run at the same time
         folder = resources.files("bifolio.kernels.cuda")
         texts = [folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts if part != "common"]
         defines = "".join(f"#define {name} {int(value)}\n" for name, value in constants.items())
@@ -48,10 +50,12 @@ class HostModule:
         assert pdl
         assert shared_bytes <= row_product.SHARED_BYTES
         places = ", ".join(f"Word{{words[{i}]}}" for i in range(len(arguments)))
-        call = CALL.format(cluster=self.cluster, name=self.name, arguments=places)
+        call = CALL.format(cluster=grid[0] if self.waits else self.cluster, name=self.name, arguments=places)
         library = _compiled(self.source + call, self.folder)
         words = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
         sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
+        for target, source, count in self.late:
+            library.copy_late(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_uint64(count))
         library.run(sizes, block, words)
 
 

@@ -253,6 +253,16 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "width": 4,
         "out": np.zeros((5, 14), np.uint8),
     },
+    "resample": lambda: {
+        "pixels": np.zeros((4, 5, 3), np.uint8),
+        "row_first": ints(0, 2),
+        "row_count": ints(2, 2),
+        "row_weights": np.full((2, 3), 1 << 21, np.int32),
+        "column_first": ints(0, 1, 2),
+        "column_count": ints(1, 1, 3),
+        "column_weights": np.full((3, 3), 1 << 20, np.int32),
+        "out": np.zeros((2, 3, 3), np.uint8),
+    },
     "checksum": lambda: {"bytes": np.zeros(100, np.uint8), "out": np.zeros(8, np.uint64)},
     "pack_codes": lambda: {
         "order": 1,

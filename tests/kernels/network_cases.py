@@ -253,6 +253,23 @@ def for_towers(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return (kernels.to_host(towers.attend(heads, shape, (segment,), None)),)
 
 
+@case("capture")
+def capture(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A function as one launch gives the results of its calls, which later launches leave as they are."""
+    first, second = (activations(kernels, normal(rng, 5, 32)) for _ in range(2))
+    norm = kernels.prepare_norm(new_norm(rng, 32))
+
+    def run(x: Any) -> Any:
+        return kernels.add(kernels.norm(x, norm), x)
+
+    launch = kernels.capture(run, first) or run
+    found = [launch(x) for x in (first, second)]
+    expected = [kernels.to_host(run(x)) for x in (first, second)]
+    for own, right in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(kernels.to_host(own), right)
+    return tuple(expected)
+
+
 @case("take")
 def take(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """Rows in any order, some twice, of an array and of a sum."""

@@ -9,7 +9,8 @@ from importlib import resources
 import pytest
 
 TOGETHER = {
-    "row_product": ("common", "activations", "row_values", "code_scales", "row_codes"),
+    "row_product": ("common", "activations", "row_values", "row_changes", "code_scales", "row_codes"),
+    "rows_product": ("common", "activations"),
     "code_product": ("common", "activations", "code_scales"),
     "row_attention": ("common",),
     "row_delta": ("common", "activations"),

@@ -92,7 +92,9 @@ def applies(spoiler: str, entry: str, name: str) -> bool:
         return name in WRITTEN or (entry, name) == ("Ranks.reduce", "x")
     if spoiler == "None":
         return name not in OPTIONAL and (entry, name) != ("Ranks.gather", "out")
-    is_bytes = name in ("bytes", "parts", "headers") or (entry in ("decode_fp8", "pack_codes") and name == "out")
+    is_bytes = name in ("bytes", "parts", "headers", "pixels") or (
+        entry in ("decode_fp8", "pack_codes", "resample") and name == "out"
+    )
     return spoiler != "misaligned" or not is_bytes  # bytes lie anywhere
 
 

@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bifolio.cache.storage import CacheLayout, KVStorage
-from bifolio.kernels.cuda import nvrtc
-from bifolio.kernels.cuda import row_product as row_product_launches
+from bifolio.kernels.cuda import nvrtc, rows_product
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
 from bifolio.kernels.cuda.row_product import (
+    AIDES,
+    HELPERS,
     SHARED_BYTES,
     TENSOR_DEPTH,
     WARPS,
+    RowChange,
     can_multiply,
-    coded_warps,
     plan_of,
     row_product,
 )
@@ -89,6 +90,68 @@ def test_experts_of_common_sizes_have_plans() -> None:
         assert plans is not None
         assert sum(plan.shared_bytes for plan in plans) <= SHARED_BYTES
         assert all(plan.stages >= 2 for plan in plans)
+
+
+# -- plans of a few rows -----------------------------------------------------------------------------------------------
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(2, 8), st.integers(2, 200))
+def test_a_plan_of_a_few_rows_covers_the_weight_once_and_fits(
+    eighths: int, steps: int, count: int, processors: int
+) -> None:
+    rows, depth = eighths * 8, steps * rows_product.STEP
+    plan = rows_product.plan_of(rows, depth, count, num_processors=processors)
+    if plan is None:
+        assert depth > rows_product.MOST_SLICE  # two thread blocks share the columns
+        return
+    groups = plan.grid // plan.cluster
+    assert plan.unit * plan.units == rows
+    assert plan.grid <= processors
+    assert groups <= plan.units
+    assert depth % (plan.cluster * plan.chunk) == 0
+    assert plan.chunk % rows_product.STEP == 0
+    assert depth // plan.cluster <= rows_product.MOST_SLICE
+    assert plan.rows >= count
+    assert 1 <= plan.stages <= -(-plan.units // groups) * (depth // plan.cluster // plan.chunk)
+    assert plan.shared_bytes <= rows_product.SHARED_BYTES
+
+
+def test_products_of_a_few_rows_that_have_no_plan() -> None:
+    for rows, depth, count in ((4096, 4000, 4), (4097, 4096, 4), (4096, 4096, 9), (4096, 4096, 1), (4096, 32768, 4)):
+        assert rows_product.plan_of(rows, depth, count, num_processors=132) is None
+
+
+def test_operands_that_a_product_of_a_few_rows_does_not_know(recorder: Recorder) -> None:
+    x, weight = torch.zeros(4, 512, dtype=torch.bfloat16), torch.zeros(64, 512, dtype=torch.bfloat16)
+    norm = Norm(torch.ones(512), None, 1e-6)
+
+    def can(x: Any = x, weight: Any = weight, norm: Norm | None = None, residual: Any = None) -> bool:
+        return rows_product.can_multiply(x, weight, norm=norm, residual=residual, num_processors=132)
+
+    assert can()
+    assert can(residual=torch.zeros(4, 64))
+    assert can(x=x.float(), norm=norm)
+    assert not can(x=x.float())
+    assert not can(norm=norm)
+    assert not can(weight=weight.float())
+    assert not can(weight=torch.zeros(512, 64, dtype=torch.bfloat16).T)
+    assert not can(x=torch.zeros(4, 1024, dtype=torch.bfloat16)[:, ::2])
+    assert not can(residual=torch.zeros(64, 4).T)
+
+
+@pytest.mark.parametrize(("depth", "gated", "count"), [(4096, False, 4), (512, True, 7), (12288, False, 2)])
+def test_the_launch_of_a_product_of_a_few_rows(depth: int, gated: bool, count: int, recorder: Recorder) -> None:
+    rows, normed = 96, depth <= rows_product.MOST_SLICE
+    norm = Norm(torch.ones(depth, dtype=torch.bfloat16), None, 1e-6) if normed else None
+    x = torch.zeros(count, depth, dtype=torch.float32 if normed else torch.bfloat16)
+    out = rows_product.rows_product(
+        x, torch.zeros(rows, depth, dtype=torch.bfloat16), norm=norm, bias=torch.zeros(rows), residual=None,
+        activation=0 if gated else -1, out_dtype=torch.bfloat16, num_processors=16,
+    )  # fmt: skip
+    assert out.shape == (count, rows // 2 if gated else rows)
+    recorder.check()
+    own = recorder.constants
+    assert own["CLUSTER"] == (1 if normed else 2)
+    assert (own["IS_NORMED"], own["IS_OUT_WIDE"], own["HAS_RESIDUAL"]) == (normed, False, False)
+    assert own["ROWS"] == (4 if count < 5 else 8)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -172,23 +235,24 @@ def test_the_launch_of_a_product_with_codes(recorder: Recorder) -> None:
     own = recorder.constants
     assert (own["CODE_BYTES"], own["LOW"], own["HIGH"], own["GROUP"]) == (weight.rows.shape[1], 4, 2, 16)
     assert (own["UNIT"], own["BY_TENSOR"], recorder.grid) == (8, False, (2,))
-    assert (own["WARPS"], own["TEAMS"], own["CHUNK"], recorder.block) == (8, 1, 16, 9 * 32)
 
 
-def test_a_place_in_the_ring_belongs_to_one_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_product_launches, "CODED_TEAMS", 2)
-    plan_of.cache_clear()
-    plan = plan_of(28672, 4096, gated=True, num_processors=132, code_bytes=2368)
-    plan_of.cache_clear()
-    assert plan is not None
-    assert plan.teams == 2
-    assert plan.stages % 2 == 0
-
-
-def test_warps_divide_rows_of_codes_evenly() -> None:
-    found = {(depth, chunk): coded_warps(depth, chunk) for depth in (512, 2048, 4096, 14336) for chunk in (16, 32)}
-    assert found == {(512, 16): 1, (512, 32): 1, (2048, 16): 4, (2048, 32): 2, (4096, 16): 8, (4096, 32): 4,
-                     (14336, 16): 7, (14336, 32): 7}  # fmt: skip
+def test_the_launch_of_a_product_with_an_adapter(recorder: Recorder) -> None:
+    x, weight = torch.zeros(1, 4096), torch.zeros(28672, 4096, dtype=torch.bfloat16)
+    integers = torch.zeros(16, dtype=torch.int32)
+    change = RowChange(weight, torch.zeros(3, 7, 4, dtype=torch.int64), integers, integers, 4, 2, 16)
+    options: dict[str, Any] = {"norm": None, "residual": None, "num_processors": 132, "change": change}
+    assert can_multiply(x, weight, gated=True, **options)
+    row_product(x, weight, bias=None, activation=0, out_dtype=torch.bfloat16, **options)
+    recorder.check()
+    assert recorder.block == 32 * (WARPS + 1 + AIDES)
+    assert (recorder.constants["THIN_WIDTH"], recorder.constants["THIN_PARTS"]) == (16, 2)
+    assert recorder.arguments[-3:] == (4, 7, HELPERS)
+    plain = plan_of(28672, 4096, gated=True, num_processors=132)
+    assert plain is not None
+    count = -(-plain.units // plain.grid)
+    assert recorder.shared_bytes == plain.shared_bytes + 4 * (2 * count * plain.unit + 32)
+    assert not can_multiply(x, weight, gated=True, **{**options, "change": replace(change, base=weight.float())})
 
 
 def test_operands_that_the_product_does_not_know(recorder: Recorder) -> None:

@@ -24,8 +24,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448  # bytes that a program may have there
 DEPTH = 14336
 POINTERS = {
-    "x": "*bf16", "base": "*bf16", "y": "*bf16", "out": "*bf16", "sums": "*fp32", "table": "*i64", "order": "*i32",
-    "tiles": "*i32", "blocks": "*i32",
+    "x": "*bf16", "base": "*bf16", "y": "*bf16", "out": "*bf16", "thin": "*bf16", "partial_sums": "*fp32",
+    "table": "*i64", "order": "*i32", "tiles": "*i32", "blocks": "*i32", "arrivals": "*i32",
 }  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def compiled(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
 def test_shrink_compiles(rows: int, width: int) -> None:
     plan = adapters.ProductPlan.of(0, (4096,), DEPTH, "cpu")
     constants = {
-        "DEPTH": DEPTH, "SHARE": plan.share, "BLOCK": plan.block(rows), "ROWS": rows, "RANKS": adapters.RANKS,
-        "WIDTH": width, "PARTS": 1, "PRECISION": "tf32",
+        "DEPTH": DEPTH, "SHARE": plan.share, "SPLITS": -(-DEPTH // plan.share), "BLOCK": plan.block(rows),
+        "ROWS": rows, "RANKS": adapters.RANKS, "WIDTH": width, "PRECISION": "tf32",
     }  # fmt: skip
     found = compiled(adapters._shrink_kernel, constants)
     assert found.metadata.shared <= SHARED_MEMORY
@@ -55,7 +55,7 @@ def test_shrink_compiles(rows: int, width: int) -> None:
 @pytest.mark.parametrize("values", ["*bf16", "*fp32"])  # y is f32 before an activation of deterministic mode
 def test_expand_compiles(rows: int, activation: int, values: str) -> None:
     constants = {
-        "SPLITS": 14, "ROWS": rows, "OUTPUTS": adapters.OUTPUTS, "RANKS": adapters.RANKS, "WIDTH": 32, "PARTS": 2,
+        "ROWS": rows, "OUTPUTS": adapters.OUTPUTS, "RANKS": adapters.RANKS, "WIDTH": 32,
         "ACTIVATION": activation, "ALIGNED": True, "PRECISION": "tf32",
     }  # fmt: skip
     found = compiled(adapters._expand_kernel, constants, y=values)

@@ -41,6 +41,7 @@ from bifolio.kernels.triton import (
     split_kv,
     top_positions,
 )
+from bifolio.kernels.triton.adapter_changes import PIECES
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 232448  # bytes that a program may have there
@@ -130,8 +131,15 @@ PREFILL = {
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
-    "X_DESCRIBED": False, "GROUP": 0, "X_SCALED": False,
+    "X_DESCRIBED": False, "GROUP": 0, "X_SCALED": False, "WIDTH": 0, "PIECES": PIECES,
 }  # fmt: skip
+CHANGED = {
+    "thin": "*bf16",
+    "base": "*bf16",
+    "table": "*i64",
+    "first_entry": "i32",
+    "num_entries": "i32",
+}  # of products with the changes of adapters
 CHOSEN = {
     "HEADS": 128, "ROWS": 64, "DIM": 576, "FIRST": 64, "FIRST_BLOCK": 64, "LAST_BLOCK": 512, "TOP_K": 2048,
     "BLOCK_SIZE": 64, "TILE": 32, "STAGES": 3, "PRECISION": "ieee",
@@ -166,6 +174,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
+    "few rows, changes": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "WIDTH": 32}, 4),
     "few rows, gated": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
     "gate": (norm._gate_kernel, {"SIZE": 1, "BLOCK": 1024}, 4),
     "gate of heads": (norm._gate_kernel, {"SIZE": 128, "BLOCK": 1024}, 4),
@@ -294,7 +303,9 @@ CASES["rows in FP8"] = (
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
     kinds = {"words": "*i32", "halves": "*fp16", "bytes": "*u8", "factor": "fp32"}
-    if "FP8 cache" in name:
+    if "changes" in name:
+        kinds = CHANGED
+    elif "FP8 cache" in name:
         kinds = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
     elif "FP8" in name:
         kinds = {"values": "*fp8e4nv", "scales": "*fp32", "x_scales": "*fp32", "weight": "*fp8e4nv"}
@@ -319,7 +330,7 @@ def test_tiles_of_latents_fit_in_shared_memory() -> None:
 
 
 def compiled_product(
-    rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype, *, x_described: bool
+    rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype, *, x_described: bool, width: int = 0
 ) -> tuple[str, int]:
     """(PTX, bytes of shared memory) of a product in the tile that it gets in a large model."""
     tile = gemm_tuning.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
@@ -328,14 +339,17 @@ def compiled_product(
         **PRODUCT, **FEW, "DEPTH": depth, "ROWS": min(triton.next_power_of_2(rows), tile.rows), "OUTPUTS": tile.outputs,
         "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
         "DESCRIBED": True, "X_DESCRIBED": x_described, "SWAPPED": tile.swapped,
+        "WIDTH": width,
     }  # fmt: skip
     kernel = gemm_small_m._few_rows_kernel
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
+    kinds = CHANGED if width else {}
+    signature = {a: "constexpr" if a in constants else kinds.get(a, kind(a)) for a in kernel.arg_names}
     signature["x"] = f"tensordesc<{name}[{constants['ROWS']}, {tile.depth}]>" if x_described else f"*{name}"
     signature["weight"] = f"tensordesc<{name}[{tile.outputs}, {tile.depth}]>"
-    attributes = {(kernel.arg_names.index(a),): [["tt.divisibility", 16]] for a in ("x", "x_stride")}
-    source = ASTSource(kernel, signature, constants, {} if x_described else attributes)
+    aligned = (*(() if x_described else ("x", "x_stride")), *(("thin", "base", "table") if width else ()))
+    attributes = {(kernel.arg_names.index(a),): [["tt.divisibility", 16]] for a in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
     return compiled.asm["ptx"], compiled.metadata.shared
 
@@ -367,6 +381,21 @@ def test_rows_of_a_partial_tile_are_copied_by_address(rows: int, outputs: int, d
     ptx, shared = compiled_product(rows, outputs, depth, gated, torch.bfloat16, x_described=False)
     for instruction in ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.wait_group", "mbarrier.try_wait", "wgmma"):
         assert instruction in ptx
+    assert shared <= SHARED_MEMORY
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "depth", "gated"), [(64, 14336, 4096, True), (128, 14336, 4096, True), (64, 4096, 14336, False)]
+)
+def test_changes_of_adapters_are_fetched_while_others_are_added(
+    rows: int, outputs: int, depth: int, gated: bool, width: int
+) -> None:
+    """In the tiles of a large model: no TMA fetches them, and their room in shared memory is that of the weights."""
+    ptx, shared = compiled_product(rows, outputs, depth, gated, torch.bfloat16, x_described=True, width=width)
+    assert "cp.async.cg" in ptx
+    assert "ld.global.v4" in ptx  # the first ones, before the sums
     assert shared <= SHARED_MEMORY
 
 

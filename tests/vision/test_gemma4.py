@@ -15,7 +15,7 @@ from bifolio.errors import RequestError
 from bifolio.model.loader import load_model, open_text_model
 from bifolio.model.vision.families.gemma4 import Gemma4Tower, Gemma4Vision
 from bifolio.model.vision.layers import Clipped
-from bifolio.model.vision.tower import patches_of
+from bifolio.model.vision.tower import Cut
 
 pytestmark = pytest.mark.full  # they compare with transformers and its processors
 
@@ -77,12 +77,12 @@ def test_two_hundred_images_are_those_of_the_processor(make: Callable[[], Vision
         expected = model.processor.image_processor([image], return_tensors="pt")
         found = vision.read(image)
         (pixels,) = found.tiles
-        values = patches_of(vision.normalisation(pixels), size)
+        cut = Cut(size, vision.normalisation.values)
+        values = cut.patches(pixels, cut.values)
         places = np.asarray(expected["image_position_ids"])[0]
         theirs = np.asarray(expected["pixel_values"])[0][: len(values)].reshape(-1, size, size, 3)
         np.testing.assert_array_equal(values, theirs.transpose(0, 3, 1, 2).reshape(len(values), -1))
-        _, columns, rows = vision.patches(pixels)
-        np.testing.assert_array_equal(np.stack([columns, rows], axis=1), places[: len(values)])
+        np.testing.assert_array_equal(np.stack(vision.places(*pixels.shape[:2]), axis=1), places[: len(values)])
         assert (places[len(values) :] == -1).all()
         assert found.text.count("<|image|>") == int(expected["num_soft_tokens_per_image"][0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from test_gemma3 import PROMPTS, SIZES, assert_equal_to_transformers
-from vision_models import idefics3_model, picture
+from vision_models import idefics3_model, picture, values_of
 
 from bifolio import LLM
 from bifolio.model.loader import open_text_model
@@ -37,7 +37,7 @@ def test_two_hundred_images_are_cut_as_the_processor_does() -> None:
         image = picture(*(int(2 ** rng.uniform(2, 9)) for _ in range(2)), seed=seed)
         expected = model.processor.image_processor([image], return_tensors="np")
         found = vision.read(image)
-        values = np.stack([vision.normalisation(tile).transpose(2, 0, 1) for tile in found.tiles])  # type: ignore[attr-defined]
+        values = np.stack([values_of(vision, tile) for tile in found.tiles])
         np.testing.assert_array_equal(values, expected["pixel_values"][0])
         inputs = {name: expected[name] for name in ("rows", "cols")}
         assert found.text == model.processor.replace_image_token(inputs, 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from later_models import mistral3_model
 from test_gemma3 import GREEDY, PROMPTS, SIZES, assert_equal_to_transformers
-from vision_models import picture
+from vision_models import picture, values_of
 
 from bifolio import LLM
 from bifolio.model.loader import open_text_model
@@ -58,7 +58,7 @@ def test_two_hundred_images_are_those_of_the_processor() -> None:
         expected = model.processor.images([image], return_tensors="np")
         found = vision.read(image)
         (pixels,) = found.tiles
-        np.testing.assert_array_equal(vision.normalisation(pixels).transpose(2, 0, 1), expected["pixel_values"][0])
+        np.testing.assert_array_equal(values_of(vision, pixels), expected["pixel_values"][0])
         lines = found.text.removesuffix("[IMG_END]").split("[IMG_BREAK]")
         assert (12 * len(lines), 12 * lines[0].count("[IMG]")) == tuple(expected["image_sizes"][0])
 

@@ -37,12 +37,13 @@ def test_logits_equal_transformers(make: Callable[[], VisionModel], kernels: str
 @pytest.mark.full
 def test_two_hundred_sizes_are_those_of_the_processor() -> None:
     """Pixels, order of patches and numbers of tokens, bit by bit."""
-    from bifolio.model.vision.families.qwen3vl import QwenVision, squares_first
-    from bifolio.model.vision.tower import patches_of
+    from bifolio.model.vision.families.qwen3vl import QwenVision
+    from bifolio.model.vision.tower import Cut
 
     model, rng = qwen3_vl_model(), np.random.default_rng(5)
     vision = open_text_model(model.folder).vision
     assert isinstance(vision, QwenVision)
+    cut = Cut(8, vision.normalisation.values, 2)
     for seed in range(200):
         width, height = (int(2 ** rng.uniform(3.4, 9)) for _ in range(2))
         image = picture(width, height, seed)
@@ -51,7 +52,7 @@ def test_two_hundred_sizes_are_those_of_the_processor() -> None:
         pixels = found.tiles[0]
         rows, columns = expected["image_grid_thw"][0, 1:].tolist()
         assert (rows * 8, columns * 8) == pixels.shape[:2]
-        ours = patches_of(vision.normalisation(pixels), 8)[squares_first(rows, columns, 2)].reshape(-1, 3, 1, 64)
+        ours = cut.patches(pixels, cut.values).reshape(-1, 3, 1, 64)
         theirs = np.asarray(expected["pixel_values"]).reshape(-1, 3, 2, 64)
         np.testing.assert_array_equal(np.repeat(ours, 2, axis=2), theirs)
         assert len(found.text) == len("<|image_pad|>") * rows * columns // 4

@@ -127,6 +127,11 @@ def picture(width: int, height: int, seed: int = 0) -> Any:
     return PIL.Image.fromarray(pixels)
 
 
+def values_of(vision: Any, pixels: np.ndarray) -> np.ndarray:
+    """f32[3, height, width]: the values of a tile's bytes."""
+    return np.asarray(vision.normalisation.values[pixels, np.arange(3)].transpose(2, 0, 1))
+
+
 @dataclass(frozen=True)
 class QwenProcessor:
     """`Qwen3VLProcessor` without videos, whose processor needs torchvision."""

@@ -61,10 +61,12 @@ class EngineVerbs:
     def load_weights(self, source: Source) -> int:
         """Continue with weights of a folder, or of (name, tensor) pairs as a trainer has them; return their version.
 
-        Calls of other threads that are in flight keep their tokens and continue on the new weights.
+        Calls of other threads that are in flight keep their tokens and continue on the new weights; they wait for the
+        exchange alone.
         """
         model = updated_model(self.model, source)
-        return self.with_engine(lambda: self.exchange(model, self.prepared(model)))
+        prepared = self.prepared(model)
+        return self.with_engine(lambda: self.exchange(model, prepared))
 
     def prepared(self, model: LoadedModel) -> ModelWeights:
         """The weights of a model as this engine uses them: rounded, placed and packed."""

@@ -1,8 +1,11 @@
-"""The network with the values of the engine's CPU kernels and the gradients of torch.
+"""The network with the values of the engine's kernels and the gradients of torch.
 
-Each operation is computed twice: by torch, which knows its gradient, and by the native kernels, whose value the next
-operation reads. So the values of a pass are those of the engine to the last bit, and its gradients are those of torch
-at these values.
+On the CPU each operation is computed twice: by torch, which knows its gradient, and by the native kernels, whose value
+the next operation reads. So the values of a pass are those of the engine to the last bit, and its gradients are those
+of torch at these values.
+
+On a GPU the engine's kernels fuse operations, so the whole pass is computed twice: the logprobs are the engine's, and
+their gradients those of torch's own pass.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import numpy as np
 import torch
 
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import Experts, KernelSet, Routing
+from bifolio.kernels.interface import Array, Batch, Experts, KernelSet, Routing
 from bifolio.kernels.operation_hook import hooked, operations_of
+from bifolio.model import transformer
+from bifolio.model.weights import ModelWeights, prepare
 
 
 class _WithValue(torch.autograd.Function):
@@ -33,9 +38,15 @@ class _WithValue(torch.autograd.Function):
 
 def with_value(like: torch.Tensor, value: np.ndarray) -> torch.Tensor:
     """These numbers, with the gradient of `like`."""
-    found = torch.from_numpy(np.array(value, np.float32)).reshape(like.shape)
+    found = torch.from_numpy(np.array(value, np.float32)).reshape(like.shape).to(like.device)
     result: torch.Tensor = _WithValue.apply(like, found)  # type: ignore[no-untyped-call]
     return result
+
+
+@torch.no_grad()
+def engine_logits(weights: ModelWeights, batch: Batch, kernels: KernelSet) -> Array:
+    """Logits f32[t, vocab] of a fresh batch by a deterministic set, as those of an engine with these weights."""
+    return transformer.forward(prepare(weights, kernels), batch, kernels, None)
 
 
 def exact_kernels(differentiable: KernelSet, native: KernelSet) -> KernelSet:

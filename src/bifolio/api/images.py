@@ -1,15 +1,18 @@
-"""Images among the arguments of `LLM`: `multi_modal_data` of prompts, and the parts of messages."""
+"""The tokens and images of prompts, in every form that callers of `LLM` pass."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bifolio.api.prompts import Prompt, suffix_of
 from bifolio.errors import RequestError
 from bifolio.images import TEXT_ONLY
 from bifolio.model.loaded import TextModel
-from bifolio.model.vision.processing import decoded
+from bifolio.model.vision.decoding import decoded
+from bifolio.model.vision.pictures import Pictures
 from bifolio.model.vision.prompt import expanded, expanded_ids, placed
 from bifolio.model.vision.tower import Picture, Vision
 from bifolio.prompts import PromptTokens
@@ -43,10 +46,27 @@ def required_vision(model: TextModel) -> Vision:
     return model.vision
 
 
-def with_images(model: TextModel, text: str | None, token_ids: Sequence[int] | None, images: list[Any]) -> PromptTokens:
-    """A prompt of text, or of token ids, with images in place of its placeholders."""
+def pictures_of(pictures: Pictures | None, batch: Sequence[Any]) -> list[list[Picture]]:
+    """The pictures of each prompt; `pictures`: of the model, None if it reads text only."""
+    images = [given_images(prompt) if isinstance(prompt, Mapping) else [] for prompt in batch]
+    if not any(images):
+        return [[] for _ in batch]
+    found = iter(required_pictures(pictures).read_all([image for own in images for image in own]))
+    return [list(islice(found, len(own))) for own in images]
+
+
+def required_pictures(pictures: Pictures | None) -> Pictures:
+    """The pictures of a model; an error if it takes no images."""
+    if pictures is None:
+        raise RequestError(TEXT_ONLY)
+    return pictures
+
+
+def with_images(
+    model: TextModel, text: str | None, token_ids: Sequence[int] | None, pictures: list[Picture]
+) -> PromptTokens:
+    """A prompt of text, or of token ids, with pictures in place of its placeholders."""
     vision, tokenizer = required_vision(model), model.require_tokenizer()
-    pictures = [vision.read(image) for image in images]
     if token_ids is None:
         ((whole, _),) = expanded([(text or "", False)], vision, pictures)
         ids = tokenizer.encode(whole)
@@ -55,6 +75,29 @@ def with_images(model: TextModel, text: str | None, token_ids: Sequence[int] | N
         texts = tokenizer.encode_batch([picture.text for picture in pictures], add_special_tokens=False)
         ids = expanded_ids(token_ids, -1 if place is None else place, vision, texts)
     return PromptTokens(text, ids, placed(ids, vision, pictures))
+
+
+def tokens_of(model: TextModel, prompt: Prompt, pictures: list[Picture]) -> PromptTokens:
+    """The text, token ids and images of a prompt in any of its forms."""
+    if isinstance(prompt, PromptTokens):
+        return prompt
+    text: str | None = None
+    suffix = suffix_of(prompt)
+    token_ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if pictures:
+            if suffix is not None:
+                raise RequestError("a prompt has either a suffix or images: leave one of them out")
+            return with_images(model, text, token_ids, pictures)
+        token_ids = text if token_ids is None else token_ids
+    if suffix is not None and token_ids is not None:
+        return PromptTokens(text, model.require_infill().prompt(model.require_tokenizer(), token_ids, suffix))
+    if isinstance(token_ids, str):
+        text, token_ids = token_ids, model.require_tokenizer().encode(token_ids)
+    if token_ids is None or isinstance(token_ids, Mapping):
+        raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
+    return PromptTokens(text, token_ids)
 
 
 def parts_with_images(model: TextModel, parts: Parts, pictures: list[Picture]) -> PromptTokens:
@@ -77,7 +120,7 @@ def image_of_file(path: Path) -> Any:
 
 
 def taken_out(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
-    """The messages as templates read them, and their images in order."""
+    """The messages as templates read them, and their images in order: bytes of files where they are data URLs."""
     found: list[Message] = []
     images: list[Any] = []
     for message in messages:
@@ -105,4 +148,4 @@ def _image_of(part: Any) -> Any | None:
         return None
     if isinstance(image, Mapping):
         image = image.get("url")
-    return decoded(data_of(image)) if isinstance(image, str) else image
+    return data_of(image) if isinstance(image, str) else image

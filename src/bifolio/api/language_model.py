@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bifolio.api.decode_loop import DecodeLoop, TokenChooser
-from bifolio.api.exact_network import exact_kernels, with_value
+from bifolio.api.exact_network import engine_logits, exact_kernels, with_value
 from bifolio.api.language_parameters import ParameterForm, file_tensor, register
 from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.executor import ModelRunner
@@ -139,21 +139,26 @@ class LanguageModel(nn.Module):
     def token_logprobs(self, idx: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
         """idx [B, T] → f32[B, T - 1]: the logprob of each token after the ones before it, with its gradient.
 
-        With `exact` they are the logprobs that an engine on the CPU's native kernels gives a rollout, to the last bit,
-        if it has these parameters in float32. Each operation is then computed twice (`api.exact_network`).
+        With `exact` they are the logprobs that an engine gives a rollout, to the last bit, if it has these parameters:
+        on the CPU in float32 on the native kernels, on a GPU in the same type with `deterministic=True`. Operations, or
+        the pass, are then computed twice (`api.exact_network`).
         """
         if not exact:
             logits, _ = self.prefill(idx)
-            return logits[:, :-1].log_softmax(dim=-1).gather(-1, idx[:, 1:, None].long())[..., 0]
+            return _logprobs(logits[:, :-1], idx[:, 1:])
         self._check_tokens(idx)
         batch_size, length = idx.shape
-        kernels = exact_kernels(self._kernels(), select_kernels("cpu", name="native"))
-        batch = fresh_batch(idx, kernels, rope_of_length(self.config, length) or 0)
-        logits = transformer.forward(self.weights(), batch, kernels, None).unflatten(0, (batch_size, length))
-        following, rows = idx[:, 1:].long(), logits[:, :-1]
-        smooth = rows.log_softmax(dim=-1).gather(-1, following[..., None])[..., 0]
-        scores = prompt_logprobs(rows.detach().flatten(0, 1).numpy(), following.flatten().numpy(), 0)
-        return with_value(smooth, scores.logprobs)
+        rope = rope_of_length(self.config, length) or 0
+        if self.device.type == "cpu":
+            kernels = exact_kernels(self._kernels(), select_kernels("cpu", name="native"))
+            logits = transformer.forward(self.weights(), fresh_batch(idx, kernels, rope), kernels, None)
+            values, smooth = logits.detach(), logits.unflatten(0, (batch_size, length))
+        else:
+            kernels, (smooth, _) = self._engine_kernels(), self.prefill(idx)
+            values = engine_logits(self.weights(), fresh_batch(idx, kernels, rope), kernels)
+        rows = kernels.to_host(values).reshape(batch_size, length, -1)[:, :-1].reshape(-1, values.shape[-1])
+        scores = prompt_logprobs(rows, idx[:, 1:].flatten().cpu().numpy(), 0)
+        return with_value(_logprobs(smooth[:, :-1], idx[:, 1:]), scores.logprobs)
 
     @torch.no_grad()
     def decode(
@@ -292,6 +297,11 @@ class LanguageModel(nn.Module):
         dtype = self.get_parameter(self._names.embedding + ".weight").dtype
         return torch_kernels(str(self.device), dtype_name(dtype))
 
+    def _engine_kernels(self) -> KernelSet:
+        """The set of a deterministic engine with parameters of this type on this device."""
+        dtype = dtype_name(self.get_parameter(self._names.embedding + ".weight").dtype)
+        return select_kernels(str(self.device), dtype=dtype, deterministic=True)
+
     def _check_tokens(self, idx: torch.Tensor) -> None:
         if idx.ndim != 2:
             raise ConfigError(f"tokens must have shape [batch, length], not {tuple(idx.shape)}")
@@ -317,6 +327,11 @@ class LanguageModel(nn.Module):
                 f"the target {int(wrong[0])} is outside the vocabulary of {self.config.vocab_size} tokens: pass token "
                 f"ids, or {IGNORED_TARGET} to exclude a position from the loss"
             )
+
+
+def _logprobs(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """f32[B, T]: of the token that follows each position."""
+    return logits.log_softmax(dim=-1).gather(-1, following[..., None].long())[..., 0]
 
 
 def _check_count(max_new_tokens: int) -> None:

@@ -15,7 +15,7 @@ from bifolio.api.branch import Branch
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions, loaded
 from bifolio.api.engine_verbs import EngineVerbs
-from bifolio.api.images import given_images, parts_with_images, required_vision, taken_out, with_images
+from bifolio.api.images import parts_with_images, pictures_of, required_pictures, taken_out, tokens_of
 from bifolio.api.lora import LoRA, check_modules
 from bifolio.api.outputs import Decode, RequestOutput, request_output
 from bifolio.api.pooling_calls import PoolingCalls
@@ -44,6 +44,7 @@ from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import activations_for
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.registry import DEFAULT_MODEL
+from bifolio.model.vision.pictures import Pictures
 from bifolio.model.weights import OnLoad
 from bifolio.prompts import PromptTokens
 from bifolio.quant.convert import conversion_notes
@@ -160,6 +161,7 @@ class LLM(EngineVerbs, PoolingCalls):
             engine.adapters.load(name, source)
         if lora_modules and warm_up and engine.slots.device is not None:
             engine.slots.device.warm_up_adapters()
+        self._pictures = None if self.model.vision is None else Pictures(self.model.vision)
         self._seeds = None if seed is None else random.Random(seed)
         self.lora = None
         if verbose:
@@ -300,7 +302,7 @@ class LLM(EngineVerbs, PoolingCalls):
         tokenizer = self.model.require_tokenizer()
         check_messages(messages)
         messages, images = taken_out(messages)
-        pictures = [required_vision(self.model).read(image) for image in images]
+        pictures = required_pictures(self._pictures).read_all(images) if images else []
         if options.get("tools") and self.model.chat_template is not None:
             check_takes_tools(self.model.chat_template)
         placeholders = Placeholders(tokenizer.special_tokens)
@@ -373,7 +375,9 @@ class LLM(EngineVerbs, PoolingCalls):
 
     def resolved(self, batch: list[Prompt], params: Sequence[Params]) -> tuple[list[PromptTokens], list[Params]]:
         """The tokens of each prompt, and its parameters: the end of a text with a gap is marked by further tokens."""
-        prompts, each = [self.prompt_tokens(prompt) for prompt in batch], list(params)
+        pictures = pictures_of(self._pictures, batch)
+        prompts = [tokens_of(self.model, prompt, own) for prompt, own in zip(batch, pictures, strict=True)]
+        each = list(params)
         for number, prompt in enumerate(batch):
             if suffix_of(prompt) is not None:
                 each[number] = ending_at(each[number], self.model.require_infill().ends)
@@ -381,24 +385,4 @@ class LLM(EngineVerbs, PoolingCalls):
 
     def prompt_tokens(self, prompt: Prompt) -> PromptTokens:
         """The text, token ids and images of a prompt in any of its forms."""
-        if isinstance(prompt, PromptTokens):
-            return prompt
-        text: str | None = None
-        suffix = suffix_of(prompt)
-        token_ids: Any = prompt
-        if isinstance(prompt, Mapping):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            images = given_images(prompt)
-            if images:
-                if suffix is not None:
-                    raise RequestError("a prompt has either a suffix or images: leave one of them out")
-                return with_images(self.model, text, token_ids, images)
-            token_ids = text if token_ids is None else token_ids
-        if suffix is not None and token_ids is not None:
-            infill = self.model.require_infill()
-            return PromptTokens(text, infill.prompt(self.model.require_tokenizer(), token_ids, suffix))
-        if isinstance(token_ids, str):
-            text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
-        if token_ids is None or isinstance(token_ids, Mapping):
-            raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
-        return PromptTokens(text, token_ids)
+        return tokens_of(self.model, prompt, *pictures_of(self._pictures, [prompt]))

@@ -19,7 +19,7 @@ from bifolio.config import CacheConfig, EngineConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.host_batch import HostBatch, Run
-from bifolio.engine.images import CACHE_BYTES
+from bifolio.engine.images import KEPT_BYTES
 from bifolio.engine.memory import show_bytes, weight_bytes
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import DeviceMemory, KernelSet
@@ -59,10 +59,11 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        if model.config.language_head:
-            run_and_draw(runner, config, cache)
-        else:
-            pool_states(runner, config, cache)
+        with kernels.on_padding():
+            if model.config.language_head:
+                run_and_draw(runner, config, cache)
+            else:
+                pool_states(runner, config, cache)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -71,7 +72,7 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
             f"does not fit on {kernels.device} beside the weights: pass smaller values, or a quantised model"
         ) from None
     share = GRAPH_SHARE if model.config.language_head else 1.0  # the largest step of an encoder is captured itself
-    return int(memory.peak_bytes() * (1 + share)) + (0 if runner.images is None else CACHE_BYTES)
+    return int(memory.peak_bytes() * (1 + share)) + (0 if runner.images is None else KEPT_BYTES)
 
 
 def run_and_draw(runner: ModelRunner, config: EngineConfig, cache: CacheConfig) -> None:

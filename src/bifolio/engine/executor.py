@@ -208,6 +208,7 @@ class ModelRunner:
                 lambda kernels, x: transformer.read_out(weights, x, kernels),
                 prompt_segment,
                 len(weights.taps) * weights.config.hidden_size,
+                rows_width=0 if self.images is None else transformer.rows_width(weights),
             ),
             product_shapes(weights),
         )
@@ -260,13 +261,14 @@ class _Executor:
         """Queue the pass of a plan, and its sampling unless that is a late one."""
         batch = slots.lay_out(plan, readout)
         reads_images = self.runner.images is not None and has_images(plan)
-        logits, states = None if reads_images else slots.run_on_device(plan, batch), None
+        staged, states = None, None
+        if reads_images and self.runner.images is not None:
+            staged = self.runner.images.place(plan, slots.stage(plan, batch), self.runner.weights)
+        logits = slots.run_on_device(plan, batch, None if staged is None else staged.given)
         if logits is not None and with_states:
             states = slots.states_on_device(batch)
         if logits is None:
-            staged = slots.stage(plan, batch)
-            if reads_images and self.runner.images is not None:
-                staged = self.runner.images.place(plan, staged, self.runner.weights)
+            staged = slots.stage(plan, batch) if staged is None else staged
             if with_states:
                 staged = self.runner.with_taps(staged)
             logits, states = self.run(staged), staged.taps

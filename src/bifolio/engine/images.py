@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.engine.tile_passes import PASS_BYTES, TilePasses
 from bifolio.images import PromptImage, rope_positions
 from bifolio.kernels.interface import Array, Batch, KernelSet
 from bifolio.model import transformer
@@ -19,10 +20,10 @@ from bifolio.model.layer_inputs import given_columns, token_inputs
 from bifolio.model.stream_weights import LayerInputWeights
 from bifolio.model.vision.tower import Tower
 from bifolio.model.weights import ModelWeights
-from bifolio.schedule.orchestrators import PrefillOrchestrator
 from bifolio.schedule.plan import StepPlan
 
 CACHE_BYTES = 256 << 20  # of rows; the images of one chunk are kept even if they are larger
+KEPT_BYTES = CACHE_BYTES + PASS_BYTES  # between steps, on a device
 
 
 def has_images(plan: StepPlan) -> bool:
@@ -50,7 +51,7 @@ class ImageReader:
     """A tower on its kernels, and the rows of the images that it has read, the last used ones last."""
 
     def __init__(self, tower: Tower, kernels: KernelSet, cache_bytes: int = CACHE_BYTES) -> None:
-        self.tower = tower.prepared(kernels.for_towers)
+        self.passes = TilePasses(tower.prepared(kernels.for_towers), kernels)
         self.num_rows = 0  # computed so far
         self._kernels = kernels
         self._cache_bytes = cache_bytes
@@ -61,7 +62,7 @@ class ImageReader:
         """[rows, width] of an image, from the cache if it is known."""
         found = self._known.get(image.digest)
         if found is None:
-            found = self._known[image.digest] = self._read(image.pixels)
+            found = self._known[image.digest] = self.passes.rows(image.pixels)
             self._held_bytes += found.nbytes
             self.num_rows += len(found)
             while self._held_bytes > self._cache_bytes and len(self._known) > 1:
@@ -69,14 +70,9 @@ class ImageReader:
         self._known.move_to_end(image.digest)
         return found
 
-    def _read(self, pixels: NDArray[np.uint8]) -> Array:
-        return self.tower.rows(pixels, self._kernels.for_towers, self._patches)
-
-    def _patches(self, count: int) -> Batch:
-        lengths = np.full(1, count, np.int32)
-        segment = PrefillOrchestrator.lay_out(np.zeros(1, np.int32), lengths, None, causal=False)
-        positions = self._kernels.from_host(np.arange(count, dtype=np.int32))
-        return Batch(positions, positions, None, (segment,), None, count - 1)
+    @property
+    def tower(self) -> Tower:
+        return self.passes.tower
 
     def place(self, plan: StepPlan, batch: Batch, weights: ModelWeights) -> Batch:
         """The batch with the embeddings of its tokens, where the rows of images replace some of them."""
@@ -137,7 +133,7 @@ class ImageReader:
     def largest(self, batch: Batch, weights: ModelWeights, max_rows: int) -> Batch:
         """The batch with rows of the largest image, for a measurement of memory."""
         height, width = self.tower.vision.largest(max_rows)
-        rows = self._read(np.zeros((height, width, 3), np.uint8))
+        rows = self.passes.rows(np.zeros((height, width, 3), np.uint8))
         count = min(len(rows), batch.num_tokens)
         rows = self._kernels.take(rows, np.arange(count))
         positions = np.zeros((3, batch.num_tokens), np.int32) if weights.image_rows.sections else None

@@ -163,12 +163,15 @@ class SlotState:
         """The plan's batch; tokens that a launched step samples are -1."""
         return HostBatch.from_plan(plan, readout, self.tables, self._newest, self._blocks.block_size)
 
-    def run_on_device(self, plan: StepPlan, batch: HostBatch) -> Array | None:
-        """Logits of a step with prompts or drafts that the device has captured; None if it has not."""
+    def run_on_device(self, plan: StepPlan, batch: HostBatch, given: Array | None = None) -> Array | None:
+        """Logits of a step with prompts or drafts that the device has captured; None if it has not.
+
+        `given`: rows in place of the embeddings of all tokens, [t, width]; None: no token is of an image.
+        """
         if self.device is None:
             return None
         slots = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
-        return self.device.prompt_logits(batch.on_host(), slots)
+        return self.device.prompt_logits(replace(batch.on_host(), given=given), slots)
 
     def states_on_device(self, batch: HostBatch) -> Array:
         """f32[t, taps * d]: the hidden states that the pass of `run_on_device` gave out."""
@@ -193,13 +196,16 @@ class SlotState:
         filled = self.device.fill_tokens(staged.token_ids, slots)
         return replace(staged, token_ids=filled)
 
-    def verifies_on_device(self, plan: StepPlan) -> bool:
-        """Whether the drafts of a plan are verified and accepted by one launch on the device (`verify`)."""
-        if self.device is None or plan.prefills or plan.is_uniform or self._blocks.has_states:
+    def verifies_on_device(self, plan: StepPlan, *, has_drafts: bool = True) -> bool:
+        """Whether the drafts of a plan are verified and accepted by one launch on the device (`verify`).
+
+        Without drafts the launch is a decode step that returns hidden states.
+        """
+        if self.device is None or plan.prefills or not plan.decodes or self._blocks.has_states:
             return False
-        most = max((item.num_new for item in plan.decodes), default=1) - 1
+        most = max(item.num_new for item in plan.decodes) - 1
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
-        if not most or not self.draws_drafts(slots) or not self.device.can_verify(slots, most):
+        if bool(most) != has_drafts or not self.draws_drafts(slots) or not self.device.can_verify(slots, most):
             return False
         return all(_awaits_one_token(item) for item in plan.decodes)
 
@@ -212,7 +218,7 @@ class SlotState:
         drafts = np.full((len(slots), max(len(item.drafts) for item in plan.decodes)), NO_DRAFT, dtype=np.int32)
         for row, item in zip(drafts, plan.decodes, strict=True):
             row[: len(item.drafts)] = item.drafts
-        pending = self.device.verify(slots, drafts)
+        pending = self.device.verify(slots, drafts, np.array([item.start for item in plan.decodes]))
         owners = np.repeat(slots, [item.num_new for item in plan.decodes])
         unknown, excluding = SampledTokens.unknown(len(owners)), self.table.is_edited[owners]
         return Draws(unknown, np.arange(len(owners)), self.table.num_logprobs[owners], excluding, pending)

@@ -39,6 +39,7 @@ __all__ = [
     "pack_codes",
     "product_rate",
     "quickly_converted",
+    "resample",
     "string_starts",
 ]
 
@@ -69,6 +70,26 @@ def new_codec(data: Any, starts: NDArray[np.uint64], types: NDArray[np.int32]) -
     Raises MissingDependencyError if the native kernels are not built.
     """
     return library().Codec(data, starts, types)
+
+
+def resample(
+    pixels: NDArray[np.uint8],  # u8[h, w, 3]
+    rows: tuple[NDArray[np.int32], ...],  # first input, number of inputs and their weights, for each row of the result
+    columns: tuple[NDArray[np.int32], ...],
+    height: int,
+    width: int,
+) -> NDArray[np.uint8] | None:
+    """u8[height, width, 3]: weighted sums of pixels, first along rows; None without the native kernels.
+
+    Weights are multiples of 2^-22. An edge without weights stays as it is.
+    """
+    try:
+        native = library()
+    except MissingDependencyError:
+        return None
+    out = np.empty((height, width, 3), np.uint8)
+    native.resample(pixels, *rows, *columns, out)
+    return out
 
 
 def string_starts(data: Any, position: int, starts: NDArray[np.uint64]) -> int:

@@ -82,6 +82,10 @@ class DraftSlots(Protocol):
         """
         ...
 
+    def read(self, batch: Batch, tables: np.ndarray, slots: np.ndarray) -> bool:
+        """Write the head's entries of tokens (as for `draft`) without drafting; False: the step is not captured."""
+        ...
+
     def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> PendingDrafts:
         """Draft `length` tokens after those that the last `DeviceSlots.verify`, of the same slots, accepts.
 
@@ -183,8 +187,8 @@ class DeviceSlots(Protocol):
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
         """f32[r, vocab]: a step with prompts or drafts, without sampling. None: it is not captured.
 
-        The arrays of `batch` are on the host. `slots` (i32[n]) hold its sequences; -1 among the tokens of decodes
-        stands for the newest token of the slot. The logits are valid until the next launch.
+        The arrays of `batch` are on the host, but for `given`. `slots` (i32[n]) hold its sequences; -1 among the
+        tokens of decodes stands for the newest token of the slot. The logits are valid until the next launch.
         """
         ...
 
@@ -205,10 +209,11 @@ class DeviceSlots(Protocol):
         """Whether `verify` has room for these slots (i32[n]) with `length` drafts each, and their options."""
         ...
 
-    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> PendingTokens:
+    def verify(self, slots: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> PendingTokens:
         """Run a whole step that verifies drafts, for slots without edits whose newest tokens are not computed.
 
-        drafts:  i32[n, length]; -1: those that a head has left on the device, -2: none
+        drafts:   i32[n, length]; -1: those that a head has left on the device, -2: none
+        lengths:  i64[n]  tokens of each slot in the cache
 
         A token is sampled after the newest one and after each draft: these are returned, slot by slot. Each slot keeps
         the drafts before the first one that differs from the token sampled in its place, and the token sampled after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from bifolio.kernels.interface import (
     Array,
     Batch,
     DeviceSlots,
+    ExpertCalls,
     Network,
     Ranks,
     RoutedExperts,
@@ -66,11 +68,20 @@ class HostArrays:
     def memory(self) -> None:
         return None
 
+    def on_padding(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def expert_calls(self) -> ExpertCalls | None:
+        return None
+
     def release_memory(self) -> None:
         """Do nothing: no memory is cached."""
 
     def use_arena(self) -> None:
         """Do nothing: pages of the host can be given back as they are."""
+
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        return None
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         return None

@@ -131,8 +131,15 @@ def read_out(head: HeadWeights, x: Array, kernels: KernelSet) -> Array:
 def hidden_states(
     head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storage | None, *, own_states: bool
 ) -> Array:
-    """[t, d]: the head's hidden states, before its last norm."""
+    """[t, d]: the head's hidden states, before its last norm.
+
+    Rotations come first: on a GPU a kernel may read what was made before the first product without waiting for it.
+    """
     config, layer = head.config, head.layer
+    rotations = tuple(
+        kernels.rotation(frequencies, scale, batch.positions)
+        for frequencies, scale in zip(head.inverse_frequencies, head.rope_scales, strict=True)
+    )
     hidden = kernels.given(batch, config.hidden_size if own_states else head.states_width)
     if own_states:
         hidden = kernels.norm(hidden, head.final_norm) if head.chains_normed else hidden
@@ -143,10 +150,6 @@ def hidden_states(
     normed = kernels.norm(hidden, head.hidden_norm)
     tokens = kernels.norm(kernels.embed(head.embedding, batch.token_ids, config.embedding_scale), head.token_norm)
     x = kernels.add(kernels.linear(tokens, head.token_part), kernels.linear(normed, head.hidden_part))
-    rotations = tuple(
-        kernels.rotation(frequencies, scale, batch.positions)
-        for frequencies, scale in zip(head.inverse_frequencies, head.rope_scales, strict=True)
-    )
     if head.kind == "eagle":
         mixed = _attention_of(layer, x, batch, kernels, storage, rotations)
         x = normed if head.norms_residual else hidden

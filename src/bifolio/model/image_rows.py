@@ -30,6 +30,10 @@ class RowLayout(NamedTuple):
             found[axis : self.sections[axis] * 3 : 3] = axis
         return found
 
+    def width(self, size: int, input_columns: int, half: int) -> int:
+        """Columns of `Batch.given`: `size` of an embedding, `input_columns` of a second one; `half`: of rope."""
+        return size + input_columns + size * self.num_deep + (2 * half if self.sections else 0)
+
 
 PLAIN_ROWS = RowLayout()
 
@@ -49,7 +53,7 @@ def given_rows(
     """The parts of a batch's rows: `size` columns, `input_columns`, and so on; `half`: frequencies of rope."""
     inputs_end = size + input_columns
     deep_end = inputs_end + size * layout.num_deep
-    width = deep_end + (2 * half if layout.sections else 0)
+    width = layout.width(size, input_columns, half)
     rows = kernels.given(batch, width, exact=True)
     if width == size:
         return GivenRows(rows, None, (), None)

@@ -40,6 +40,13 @@ class Carried:
     experts: Array | None = None  # [t, d]  added behind the next layer
 
 
+def rows_width(weights: ModelWeights) -> int:
+    """Columns of the rows that a pass can read in place of embeddings (`model.image_rows`)."""
+    half = weights.inverse_frequencies[0].shape[-1] if weights.inverse_frequencies else 0
+    columns = given_columns(weights.layer_inputs, weights.image_rows)
+    return weights.image_rows.width(weights.config.hidden_size, columns, half)
+
+
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config

@@ -160,6 +160,15 @@ class HeadRunner:
             batch, tables, np.asarray(slots, dtype=np.int32), np.asarray(positions), entries, most
         )
 
+    def read(self, run: HeadRun, states: Array, slot: int) -> None:
+        """Compute the entries of a run's tokens."""
+        if self.on_device is not None:
+            tables = self._tables([run], [0], 0)
+            batch = self._host_batch([run], AttentionPhase.DECODE, [len(run.tokens) - 1], tables).on_host()
+            if self.on_device.read(replace(batch, given=states), tables, np.array([slot], np.int32)):
+                return
+        self.run([run], states, AttentionPhase.PREFILL, own_states=False)
+
     @property
     def most_on_device(self) -> int:
         """Draft tokens of a launch: those behind the last token of a model's context fit into one more block."""

@@ -32,7 +32,8 @@ from bifolio.kernels.interface import Array, AttentionPhase, PendingDrafts
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
-LATE_STATES = 64  # more are computed in a pass of their own, before the first draft
+LATE_STATES = 64  # of a sequence; more are computed in a pass of their own, before the first draft
+CAPTURED_STATES = 256  # of all sequences in a pass of the head that a device has captured
 RECENT = 2  # launches of drafts whose tokens still lie in host memory
 
 
@@ -188,8 +189,9 @@ class HiddenDraft(Drafter):
                 table, first = table[:0], item.start
                 states.append((item, self._slots.verified_states(row) * self.runner.weights.state_scale))
             runs.append(HeadRun(table, first, item.start, [0] * item.num_new, _rope(item.sequence)))
-        pending = self.runner.follow(runs, [item.slot for item in plan.decodes], length)
-        self._num_launches += 1
+        if followed:
+            pending = self.runner.follow(runs, [item.slot for item in plan.decodes], length)
+            self._num_launches += 1
         for row, item, track in followed:
             track.ahead = Ahead(pending, row, length, self._num_launches, item.slot, item.start, item.num_new)
         for item, kept in states:
@@ -248,11 +250,13 @@ class HiddenDraft(Drafter):
 
     def _first_runs(self, items: Sequences[ScheduledSequence]) -> tuple[list[HeadRun], Array]:
         """The pass over all kept states, which gives the first drafts: its tokens, and the states."""
-        runs, states = [], []
+        runs, states, most = [], [], LATE_STATES
+        if self.runner.on_device is not None:
+            most = max(most, CAPTURED_STATES // len(items))
         for item in items:
             track = self._tracks[item.sequence.id]
             self._skip_shared(item, track)
-            if track.count > LATE_STATES:
+            if track.count > most:
                 self._compute(item, track, track.count - 1)
             start, count = track.start, track.count
             tokens = item.sequence.token_ids[start + 1 : start + 1 + count]
@@ -277,15 +281,20 @@ class HiddenDraft(Drafter):
         """Compute the entries of the first `count` states."""
         table = self._table(item)
         while count:
-            size = min(count, self._chunk_size)
+            size = min(count, self._most_read)
             start = track.start
             tokens = list(item.sequence.tokens_until(start + 1 + size)[start + 1 : start + 1 + size])
             states = track.take(size)
             given = _joined(states)
             run = HeadRun(table, track.context_start, start, tokens, _rope(item.sequence))
-            self.runner.run([run], given, AttentionPhase.PREFILL, own_states=False)
+            self.runner.read(run, given, item.slot)
             self.runner.blocks.computed(table, start, start + size)
             count -= size
+
+    @property
+    def _most_read(self) -> int:
+        """States that one pass reads at most."""
+        return self._chunk_size if self.runner.on_device is None else min(self._chunk_size, CAPTURED_STATES)
 
     def _table(self, item: ScheduledSequence) -> np.ndarray:
         table: np.ndarray = self._slots.tables[item.slot]

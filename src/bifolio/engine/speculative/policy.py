@@ -31,9 +31,10 @@ class _Mean:
     count: int = 0
 
     def add_time(self, seconds: float) -> None:
-        """Disturbances make a step longer, never shorter."""
+        """Disturbances make a step longer, never shorter; the first step of its kind is often disturbed."""
         change = seconds - self.value
-        self.value += change if not self.count else change * (0.5 if change < 0.0 else 0.2)
+        is_first = not self.count or (self.count == 1 and change < 0.0)
+        self.value += change if is_first else change * (0.5 if change < 0.0 else 0.2)
         self.count += 1
 
     def add_trial(self, is_right: bool) -> None:
@@ -155,8 +156,9 @@ class DraftPolicy:
             return WARM + 1 - plain.count
         if self.measures_plain:
             return max(WARM + 1 - self._num_plain, 1)
-        if self.balance < 0.0:
-            return _steps_to_earn(-self.balance)
+        entry = self._entry(_rounded(num_sequences))
+        if self.balance < entry:
+            return _steps_to_earn(entry - self.balance)
         kinds = {kind for kind, _ in self._chances} or {0}
         gain = max(self._best(num_sequences, num_sequences, kind)[0] for kind in kinds)
         return 0 if gain > 1.0 + 2 * SHARE else self._steps_to_trial(num_sequences, 0.0)
@@ -164,12 +166,12 @@ class DraftPolicy:
     def _steps_to_trial(self, num_sequences: int, behind: float) -> int:
         """Steps until a trial of one token is due, and its loss affordable if the token is rejected."""
         size, cost = _rounded(num_sequences), self._unknown_cost
-        known = {key: mean.value for key, mean in self._costs.items() if key[0] == size and key[2]}
+        known = {key: self._cost(key) for key in self._costs if key[0] == size and key[2]}
         if any(cost < 1.0 + drafted * length / size for (_, drafted, length), cost in known.items()):
             cost = known.get((size, 1, 1), 1.0)
         elif known:
             cost = CREDIT  # no length can pay
-        loss = min(cost - 1.0 + behind, CREDIT)
+        loss = min(cost - 1.0 + behind + self._entry(size), CREDIT)
         return max(EVERY // 2 - self._idle, _steps_to_earn(loss - self.balance), 0)
 
     def _best(self, num_sequences: int, drafted: int, kind: int) -> tuple[float, int]:
@@ -181,16 +183,27 @@ class DraftPolicy:
             tokens += likely * drafted / num_sequences
             if length not in (1, 2, self.longest):
                 continue
-            measured = self._costs.get((size, _rounded(drafted), length))
-            if measured is not None:
-                known, cost = length, measured.value
-            elif fewer := [self._costs[key].value for key in self._costs if key[0] == size and key[2] == length]:
+            key = size, _rounded(drafted), length
+            if key in self._costs:
+                cost = self._cost(key)
+                known = length if cost == self._costs[key].value else known
+            elif fewer := [self._cost(other) for other in self._costs if other[0] == size and other[2] == length]:
                 cost = max(fewer)  # drafts of other numbers of sequences
             expected = cost if known in (0, length) else 1.0 + (cost - 1.0) * length / known
             best = max(best, (tokens / expected, length))
             if known < length:
                 break
         return best
+
+    def _entry(self, size: int) -> float:
+        """Loss of the step that returns the hidden states before the first drafts, in plain steps."""
+        known = (size, 0, 0) in self._costs and self._num_plain > 0  # else the last step has returned them
+        return max(self._cost((size, 0, 0)) - 1.0, 0.0) if known else 0.0
+
+    def _cost(self, key: tuple[int, int, int]) -> float:
+        """In plain steps. The first step alone shows no high cost: the drafter has read a prompt in it."""
+        measured = self._costs[key]
+        return measured.value if measured.count > 1 else min(measured.value, self._unknown_cost)
 
     def _acceptance(self, kind: int) -> Iterator[float]:
         """The chances of the places of a draft; until a place is measured, the one before it stands for it."""

@@ -99,7 +99,8 @@ class Speculator:
         items = [item for item in plan.decodes if item.num_new > 1] if self._kinds else []
         self._has_drafts = bool(items)
         if not items:
-            return plan
+            is_verified = self._returns_states(plan) and slots.verifies_on_device(plan, has_drafts=False)
+            return replace(plan, is_verified=is_verified)
         on_device = self.drafter.can_follow and slots.verifies_on_device(plan)
         found = self.drafter.fill(items, on_device=on_device)
         guesses = dict(zip((item.slot for item in items), found, strict=True))
@@ -123,9 +124,15 @@ class Speculator:
         rest = self.policy.rest(number)
         return not rest or (rest <= CONTEXT and not self.policy.measures_plain)
 
+    def _returns_states(self, plan: StepPlan) -> bool:
+        """Whether a step of decodes on a device returns hidden states, for drafts that follow."""
+        if self._plain_has_states or plan.prefills or not self.drafter.can_follow:
+            return False
+        return self.reads_states(plan)
+
     def launched(self, plan: StepPlan, states: Array | None) -> None:
         """Hand the hidden states of a launched pass to the drafter."""
-        self._has_states = states is not None
+        self._has_states = states is not None or (plan.is_verified and not self._has_drafts)
         if plan.is_verified and self.drafter.reads_states:
             self.drafter.follow(plan, self.policy.wanted(len(plan.decodes)))
             return

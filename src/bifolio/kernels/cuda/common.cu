@@ -108,10 +108,40 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits for the first THREADS threads of a thread block, all of which call it.
+// Waits for THREADS threads of a thread block, all of which call it; `sync_others` beside it for others.
 template <int THREADS> __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
+template <int THREADS> __device__ __forceinline__ void sync_others() {
+    asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+}
+
+// -- thread blocks of a grid ---------------------------------------------------------------------------------------------
+// Everything that the threads of this thread block wrote before their last barrier is there for those who see the arrival.
+__device__ __forceinline__ void add_arrival(int *count) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+
+__device__ __forceinline__ int add_departure(int *count) {  // how many there were before
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void wait_arrivals(const int *count, int wanted) {
+    for (int found = 0; found < wanted;)
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+}
+
+// A number that another thread block wrote.
+__device__ __forceinline__ float fresh_load(const float *source) {
+    float value;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(source) : "memory");
+    return value;
+}
+
+// Brings the line of an address into the L2 cache.
+__device__ __forceinline__ void prefetch(const void *source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
 // -- clusters of thread blocks --------------------------------------------------------------------------------------
 __device__ __forceinline__ u32 cluster_rank() {

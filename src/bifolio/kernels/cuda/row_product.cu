@@ -1,22 +1,21 @@
 // A row times a matrix in bf16, in FP8 (E4M3) with a scale for each row, or in codes with scales of groups (`row_codes`), with
 // the operations before and after:
 //
-//     out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
+//     out = act(norm(x) @ weight.T + bias + changes of an adapter) + residual          (each part optional)
 //
 // A thread block owns every gridDim.x-th unit of UNIT rows (gated: half of them gates, half their up projections). One
 // warp copies units into a ring of STAGES units in shared memory by bulk copies, before the inputs are there: a kernel
-// starts while its predecessors run, and its weights arrive meanwhile. Units are multiplied by
-// TEAMS teams in turns. Each of the WARPS warps of a team multiplies its own columns of every row by its part of x in
-// registers; the sums of the warps are added at the end, always in the same order.
+// starts while its predecessors run, and its weights arrive meanwhile. Each of WARPS warps multiplies its own columns of
+// every row by its part of x in registers; the sums of the warps are added at the end, always in the same order.
 //
 // Experts that a token chose, CHOICES of them: gated products write the hidden values of all of them, times their shares of
 // the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
 // weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
 //
-// Constants: DEPTH, UNIT, STAGES, WARPS, TEAMS (1 but for codes), BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
+// Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
 // HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts),
-// CODE_BYTES (of a row of codes; 0: other weights).
+// CODE_BYTES (of a row of codes; 0: other weights), THIN_WIDTH, THIN_PARTS, AIDES (`row_changes.cu`).
 constexpr bool IS_GATED = ACTIVATION >= 0;
 constexpr bool IS_UP = CHOICES > 0 && IS_GATED, IS_DOWN = CHOICES > 0 && !IS_GATED;  // of experts
 constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;             // of a unit
@@ -25,7 +24,7 @@ constexpr int BYTES = IS_FP8 ? 1 : 2;                            // of a dense w
 constexpr int ROW_BYTES = CODE_BYTES ? CODE_BYTES : SEGMENT * BYTES;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
-constexpr int THREADS = WARPS * TEAMS * 32;
+constexpr int THREADS = WARPS * 32, ALL_THREADS = THREADS + (IS_ADAPTED ? AIDE_THREADS : 0);  // that add the results
 
 // The part of x of a lane that multiplies and adds: VECTOR columns of each span of its warp.
 struct Lanes {
@@ -178,13 +177,16 @@ template <class A, class B> struct Either<false, A, B> {
     typedef B type;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
+extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
     const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
-    const float *shares, void *out, int outputs, int units, float eps, const float *row_scales) {
+    const float *shares, void *out, int outputs, int units, float eps, const float *row_scales,
+    const u16 *base, const long long *table, const int *groups, const int *starts, float *thin_sums, int *arrivals,
+    int first_entry, int num_entries, int helpers) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
     float *squares = (float *)(memory + STAGES * UNIT_BYTES + STAGES * 16), *sums = squares + WARPS;  // [count, UNIT, WARPS]
+    float *changes = sums + count * UNIT * WARPS, *biases = changes + count * UNIT;  // [count, UNIT]
 
     // By all lanes of the last warp. Units of padded rows are copied row by row, others at once (gated: in two copies).
     int chosen = 0, per_expert = outputs / OUTPUTS;  // expert of choice `lane`; units of an expert
@@ -209,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         u64 first = lane * ROWS < OUTPUTS ? lane * ROWS : (u64)outputs + lane * ROWS - OUTPUTS;
         if (lane < COPIES) copy(slot + lane * ROWS * PITCH, source + first * ROW_BYTES, ROWS * ROW_BYTES, barrier);
     };
-    if (warp == WARPS * TEAMS) {
+    if (warp == WARPS) {
         if (lane == 0) {
 #pragma unroll
             for (int i = 0; i < STAGES; ++i) start_barrier(full + i * 8, 1), start_barrier(empty + i * 8, WARPS);
@@ -220,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         for (int i = 0; !IS_UP && i < STAGES && i < count; ++i) fetch(i);
     }
     __syncthreads();
-    if (warp == WARPS * TEAMS) {
+    if (warp == WARPS) {
         if (IS_UP) {
             wait_inputs();
             if (lane < CHOICES) chosen = experts[lane];
@@ -230,6 +232,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             wait_barrier(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
             fetch(i);
         }
+        return;
+    }
+    if (IS_ADAPTED && warp > WARPS) {
+        find_changes(
+            x, scales, base, table, groups, starts, thin_sums, arrivals, first_entry, num_entries, helpers, count,
+            biases + count * UNIT, changes, biases);
+        sync_threads<ALL_THREADS>();
         return;
     }
 
@@ -248,17 +257,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     if (IS_NORMED) {
 #pragma unroll
         for (int mask = BY_TENSOR ? 2 : 16; mask > 0; mask /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, mask);
-        if (lane == 0 && warp < WARPS) squares[warp] = square;
+        if (lane == 0) squares[warp] = square;
     }
-    for (int i = warp / WARPS; i < count; i += TEAMS) {
+    for (int i = 0; i < count; ++i) {
         wait_barrier(full + i % STAGES * 8, (i / STAGES) & 1);
-        part.multiply(ring + i % STAGES * UNIT_BYTES, sums + i * UNIT * WARPS + warp % WARPS);
+        part.multiply(ring + i % STAGES * UNIT_BYTES, sums + i * UNIT * WARPS + warp);
         if (count > STAGES) {
             __syncwarp();
             if (lane == 0) arrive(empty + i % STAGES * 8);
         }
     }
-    sync_threads<THREADS>();
+    sync_threads<ALL_THREADS>();
     float factor = 1.0f;
     if (IS_NORMED) {
         float all = 0.0f;
@@ -277,12 +286,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         for (int w = 0; w < WARPS; ++w) result += from[w];
         result *= factor;
         if (IS_FP8) result *= own == threadIdx.x ? own_scale : row_scales[output];
+        int change = own / OUTPUTS * UNIT + own % OUTPUTS;
+        if (IS_ADAPTED) result += changes[change] * factor + biases[change];
         if (HAS_BIAS) result += bias_of(output);
         if (IS_GATED) {
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) up += from[OUTPUTS * WARPS + w];
             up *= factor;
             if (IS_FP8) up *= own == threadIdx.x ? up_scale : row_scales[outputs + output];
+            if (IS_ADAPTED) up += changes[change + OUTPUTS] * factor + biases[change + OUTPUTS];
             if (HAS_BIAS) up += bias_of(outputs + output);
             result = gated(result, up, ACTIVATION);
             if (IS_UP) result *= shares[(blockIdx.x + own / OUTPUTS * gridDim.x) / per_expert];

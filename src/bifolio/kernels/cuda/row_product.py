@@ -14,10 +14,11 @@ import torch
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.interface import Norm, Routing
 
-SOURCES = "common", "activations", "row_values", "code_scales", "row_codes", "row_product"
-WARPS = 8  # that multiply a unit, of dense weights
-CODED_WARPS = 8  # the same of codes, at most
-CODED_CHUNK, CODED_TEAMS = 16, 1  # columns of codes that a lane multiplies at a time; teams of warps
+SOURCES = "common", "activations", "row_values", "row_changes", "code_scales", "row_codes", "row_product"
+WARPS = 8  # that multiply
+AIDES = 4  # further warps, for the changes of an adapter
+HELPERS = 56  # thread blocks that compute its thin values, at most
+CHUNK = 256  # columns of x that a warp multiplies at once for them
 UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
 RING_BYTES, TENSOR_RING_BYTES = 132_000, 197_000  # of the units in flight otherwise: one thread block on a processor
@@ -35,6 +36,23 @@ KNOWN = torch.float32, torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
+class RowChange:
+    """The adapter of the row; the kernel computes its thin values x @ down.T, too."""
+
+    base: torch.Tensor  # bf16, as the next ones those of `kernels.triton.adapters.GroupedRows`
+    table: torch.Tensor
+    groups: torch.Tensor
+    starts: torch.Tensor  # i32  first column of each part
+    first_entry: int
+    parts: int
+    width: int  # largest rank
+
+    @property
+    def thin(self) -> int:
+        return self.parts * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """How a product is divided among thread blocks."""
 
@@ -44,9 +62,6 @@ class RowPlan:
     grid: int  # thread blocks
     stages: int  # units in flight
     shared_bytes: int
-    warps: int = WARPS  # that divide the columns of a unit
-    teams: int = 1  # that multiply units in turns
-    chunk: int = 16  # columns of codes that a lane multiplies at a time
 
 
 @cache
@@ -60,13 +75,13 @@ def plan_of(
     ring_bytes: int = 0,
     value_bytes: int = 2,
     code_bytes: int = 0,
-    chunk: int = 16,
+    thin: int = 0,
 ) -> RowPlan | None:
     """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot.
 
     Rows that are not whole belong to several matrices. `ring_bytes`: of the units in flight; 0: choose.
     `value_bytes`: of a dense weight. `code_bytes`: of a row of codes; 0: the weight is dense.
-    `chunk`: columns of codes that a lane multiplies at a time.
+    `thin`: values of the change of an adapter.
     """
     row_bytes = code_bytes or depth * value_bytes
     if row_bytes % 16 or depth > (MOST_CODES_DEPTH if code_bytes else MOST_DEPTH) or (code_bytes and depth % 32):
@@ -89,26 +104,15 @@ def plan_of(
     units, unit_bytes = rows // unit, unit * (row_bytes + padding)
     grid = min(units, num_processors)
     count = -(-units // grid)
-    warps = coded_warps(depth, chunk) if code_bytes else WARPS
-    sum_bytes = (count * unit + 1) * warps * 4
+    sum_bytes = (count * unit + 1) * WARPS * 4 + ((2 * count * unit + thin) * 4 if thin else 0)
     if not ring_bytes and count * unit_bytes <= SLICE_BYTES:
         ring_bytes = SLICE_BYTES
     elif not ring_bytes:
         ring_bytes = TENSOR_RING_BYTES if by_tensor else RING_BYTES
     stages = min(min(ring_bytes, SHARED_BYTES - sum_bytes) // (unit_bytes + 16), count)
-    teams = CODED_TEAMS if code_bytes else 1
-    if stages < count and teams > 1:  # a place in the ring belongs to one team
-        stages, teams = (stages // teams * teams, teams) if stages >= teams else (stages, 1)
     if stages < 1:
         return None
-    shared_bytes = stages * (unit_bytes + 16) + sum_bytes
-    return RowPlan(by_tensor, unit, units, grid, stages, shared_bytes, warps, teams, chunk)
-
-
-def coded_warps(depth: int, chunk: int) -> int:
-    """Warps that divide a row of codes most evenly."""
-    spans = -(-depth // (32 * chunk))
-    return min(range(1, CODED_WARPS + 1), key=lambda warps: (-(-spans // warps) * warps, -warps))
+    return RowPlan(by_tensor, unit, units, grid, stages, stages * (unit_bytes + 16) + sum_bytes)
 
 
 def can_multiply(
@@ -120,6 +124,7 @@ def can_multiply(
     gated: bool,
     num_processors: int,
     codes: Mapping[str, int] | None = None,  # constants of the layout
+    change: RowChange | None = None,
 ) -> bool:
     """Whether this kernel multiplies such operands, on this device."""
     if codes is None and weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
@@ -132,16 +137,25 @@ def can_multiply(
         return False
     if residual is not None and residual.dtype != torch.float32:
         return False
-    return _plan(x, weight, codes, gated=gated, num_processors=num_processors) is not None and nvrtc.works()
+    if change is not None and (codes is not None or change.base.dtype != torch.bfloat16 or weight.shape[1] % 8):
+        return False
+    plan = _plan(x, weight, codes, change, gated=gated, num_processors=num_processors)
+    return plan is not None and nvrtc.works()
 
 
 def _plan(
-    x: torch.Tensor, weight: torch.Tensor, codes: Mapping[str, int] | None, *, gated: bool, num_processors: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    codes: Mapping[str, int] | None,
+    change: RowChange | None,
+    *,
+    gated: bool,
+    num_processors: int,
 ) -> RowPlan | None:
-    chunk = 16 if codes is not None and codes["LOW"] == 8 else CODED_CHUNK  # 16 bytes of low bits, at most
     return plan_of(
-        weight.shape[0], x.numel(), gated=gated, num_processors=num_processors, value_bytes=weight.element_size(),
-        code_bytes=0 if codes is None else weight.shape[1], chunk=chunk,
+        weight.shape[0], x.numel() if codes is not None else weight.shape[1], gated=gated,
+        num_processors=num_processors, value_bytes=weight.element_size(),
+        code_bytes=0 if codes is None else weight.shape[1], thin=0 if change is None else change.thin,
     )  # fmt: skip
 
 
@@ -159,17 +173,18 @@ def row_product(
     num_processors: int,
     is_first: bool = False,  # of a pass
     out: torch.Tensor | None = None,  # [1, outputs]  to write to
+    change: RowChange | None = None,
 ) -> torch.Tensor:
     """[1, outputs]"""
     rows = weight.shape[0]
-    plan = _plan(x, weight, codes, gated=activation >= 0, num_processors=num_processors)
+    plan = _plan(x, weight, codes, change, gated=activation >= 0, num_processors=num_processors)
     if plan is None:
         raise ValueError(f"no plan for {rows} rows of {x.numel()} columns: ask `can_multiply` first")
     if out is None:
         out = torch.empty((1, rows // 2 if activation >= 0 else rows), dtype=out_dtype, device=x.device)
     launch(
         plan, x, weight, out, out.shape[1], norm=norm, bias=bias, residual=residual, activation=activation,
-        is_first=is_first, row_scales=row_scales, codes=codes,
+        is_first=is_first, row_scales=row_scales, codes=codes, change=change,
     )  # fmt: skip
     return out
 
@@ -189,30 +204,50 @@ def launch(
     row_scales: torch.Tensor | None = None,
     routing: Routing | None = None,  # of experts
     codes: Mapping[str, int] | None = None,
+    change: RowChange | None = None,
 ) -> None:
     depth, wide = x.numel(), torch.float32
+    aides = 0 if change is None else AIDES
     layout = dict(NO_CODES)
     if codes is not None:
         layout |= {name: codes[name] for name in NO_CODES if name in codes} | {"CODE_BYTES": codes["ROW_BYTES"]}
     experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
-        SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=plan.warps,
-        TEAMS=plan.teams, CHUNK=plan.chunk,
+        SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS,
         BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
         HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,
         IS_FP8=row_scales is not None, CHOICES=0 if routing is None else routing.experts.shape[1],
+        THIN_WIDTH=0 if change is None else change.width, THIN_PARTS=0 if change is None else change.parts, AIDES=AIDES,
         **layout,
     )  # fmt: skip
     module.function("row_product").launch(
         (plan.grid,),
-        (plan.warps * plan.teams + 1) * 32,
+        (WARPS + 1 + aides) * 32,
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
             x if residual is None else residual, experts, shares, out, outputs, plan.units,
             0.0 if norm is None else norm.eps, shares if row_scales is None else row_scales,
+            *_arguments(change, plan, depth, weight),
         ),
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
+
+
+def _arguments(
+    change: RowChange | None, plan: RowPlan, depth: int, unused: torch.Tensor
+) -> tuple[torch.Tensor | int, ...]:
+    if change is None:
+        return (*[unused] * 6, 0, 0, 0)
+    sums = torch.empty(change.thin * -(-depth // CHUNK), dtype=torch.float32, device=unused.device)
+    if unused.device not in _arrivals:
+        _arrivals[unused.device] = torch.zeros(1, dtype=torch.int32, device=unused.device)
+    return (
+        change.base, change.table, change.groups, change.starts, sums, _arrivals[unused.device], change.first_entry,
+        change.table.shape[1], max(min(plan.grid // 2, HELPERS), 1),
+    )  # fmt: skip
+
+
+_arrivals: dict[torch.device, torch.Tensor] = {}  # 0 between two launches, which count one after the other

@@ -22,7 +22,8 @@ import torch
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Adapter, AdapterUse, LowRank, ProductShape
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.triton.adapters import FEWEST_ROWS, MANY_ROWS, MOST_ROWS, NO_BIAS, RANKS, GroupedRows, ProductPlan
+from bifolio.kernels.triton.adapter_changes import NO_BIAS, RANKS
+from bifolio.kernels.triton.adapters import FEWEST_ROWS, MANY_ROWS, MOST_ROWS, GroupedRows, ProductPlan
 
 NO_ADAPTER = -1
 ALIGNMENT = 64  # elements of an array, to which matrices are aligned
@@ -53,6 +54,7 @@ class StagedAdapters:
 
     plans: Mapping[int, ProductPlan]  # of the products that adapters change
     grouped: GroupedRows
+    words: torch.Tensor  # i32  the grouping, which `grouped` views
 
     @property
     def use(self) -> AdapterUse:
@@ -61,9 +63,7 @@ class StagedAdapters:
 
     def put(self, words: torch.Tensor) -> None:
         """Set the grouping of a captured step's rows."""
-        size = len(self.grouped.order)
-        self.grouped.order.copy_(words[:size])
-        self.grouped.tiles.copy_(words[size:].view(3, -1))
+        self.words.copy_(words)
 
 
 class AdapterSlots:
@@ -195,17 +195,17 @@ class AdapterSlots:
         """i32: the grouping of rows with these adapters in a captured step with `size` rows."""
         padded: np.ndarray = np.full(size, NO_ADAPTER, dtype=np.int32)
         padded[: len(numbers)] = numbers
-        order, tiles = grouped_rows(padded, self._rows_of_tile(size))
+        order, tiles, groups, members = grouped_rows(padded, self._rows_of_tile(size))
         unused = self._num_tiles(size) - tiles.shape[1]
         tiles = np.pad(tiles, ((0, 0), (0, unused)))
         tiles[0, tiles.shape[1] - unused :] = NO_ADAPTER
-        return np.concatenate([order, tiles.reshape(-1)])
+        return np.concatenate([order, groups, members, tiles.reshape(-1)])
 
     def stage(self, use: AdapterUse) -> AdapterUse:
         """The adapters of a pass that is launched kernel by kernel."""
         rows = self._rows_of_tile(len(use.rows))
-        order, tiles = grouped_rows(self.numbers_of_rows(use), rows)
-        words = upload(np.concatenate([order, tiles.reshape(-1)]), self._device)
+        order, tiles, groups, members = grouped_rows(self.numbers_of_rows(use), rows)
+        words = upload(np.concatenate([order, groups, members, tiles.reshape(-1)]), self._device)
         return replace(use, staged=self._of_words(words, len(order), rows))
 
     def numbers_of_rows(self, use: AdapterUse) -> np.ndarray:
@@ -213,9 +213,12 @@ class AdapterSlots:
         return np.append(self.numbers_of(use.loaded), np.int32(NO_ADAPTER))[use.rows]
 
     def _of_words(self, words: torch.Tensor, size: int, rows: int) -> StagedAdapters:
-        layout = self.layout
-        grouped = GroupedRows(self._base, self._table, words[:size], words[size:].view(3, -1), layout.width, rows)
-        return StagedAdapters({site: self._plans[site] for site in layout.sites}, grouped)
+        layout, groups, members, tiles = self.layout, words[size:], words[2 * size + 1 :], words[3 * size + 1 :]
+        grouped = GroupedRows(
+            self._base, self._table, words[:size], tiles.view(3, -1), groups[: size + 1], members[:size],
+            layout.width, rows,
+        )  # fmt: skip
+        return StagedAdapters({site: self._plans[site] for site in layout.sites}, grouped, words)
 
     def _rows_of_tile(self, size: int) -> int:
         return MOST_ROWS if size >= MANY_ROWS and not self._fixed else FEWEST_ROWS
@@ -281,8 +284,8 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def grouped_rows(numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(order i32[n], tiles i32[3, tiles]) of rows with these adapters; see `kernels.triton.adapters`."""
+def grouped_rows(numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(order, tiles, groups, members) of rows with these adapters; see `kernels.triton.adapters`."""
     order = np.argsort(numbers, kind="stable").astype(np.int32)
     sorted_numbers = numbers[order]
     starts = np.flatnonzero(np.diff(sorted_numbers, prepend=sorted_numbers[:1] - 1))
@@ -291,4 +294,8 @@ def grouped_rows(numbers: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray
     group = np.repeat(np.arange(len(starts)), pieces)
     behind = (np.arange(len(group)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * rows
     tiles = np.stack([sorted_numbers[starts[group]], starts[group] + behind, np.minimum(counts[group] - behind, rows)])
-    return order, tiles.astype(np.int32)
+    adapters = np.unique(numbers[numbers != NO_ADAPTER])
+    groups: np.ndarray = np.full(len(numbers) + 1, NO_ADAPTER, dtype=np.int32)
+    groups[: len(adapters)], groups[-1] = adapters, len(adapters)
+    members = np.where(numbers == NO_ADAPTER, NO_ADAPTER, np.searchsorted(adapters, numbers)).astype(np.int32)
+    return order, tiles.astype(np.int32), groups, members

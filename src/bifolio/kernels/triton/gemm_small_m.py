@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False
 """Matrix products with few rows (small-M GEMM): bound by reading the weights, with adjacent operations fused in.
 
-    out = act(x @ weight.T + bias) + residual          (each part optional)
+    out = act(x @ weight.T + bias + changes of adapters) + residual          (each part optional)
 
 Tensor cores multiply; the weight is streamed through shared memory, by TMA where that is faster (`tma`; tile sizes:
 `gemm_tuning`). Where there are too few outputs to fill the GPU, several programs share the depth of one tile (split-K);
@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.triton import adapter_changes
+from bifolio.kernels.triton.adapter_changes import Change, adapters_at, added_changes, part_at, places, up_tile
 from bifolio.kernels.triton.epilogue import finish, fused, load_residual
 from bifolio.kernels.triton.fp8 import Fp8Weight, group_scale, parts_of, row_scale
 from bifolio.kernels.triton.gemm_tuning import RowTile, few_rows_tile, fixed_tile
@@ -24,7 +26,7 @@ from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.tma import can_be_described, describe, load_tile
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_entry", "num_entries"])
 def _few_rows_kernel(
     x: tl.tensor,  # [rows, depth], or its tensor descriptor
     weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its tensor descriptor
@@ -35,6 +37,14 @@ def _few_rows_kernel(
     out: tl.tensor,  # [rows, outputs]
     partial_sums: tl.tensor,  # f32[tiles, splits, rows of a tile * outputs of a tile (times 2 if gated)]
     arrivals: tl.tensor,  # i32[tiles]  0 between two launches
+    thin: tl.tensor,  # as the others of `added_changes`
+    base: tl.tensor,
+    table: tl.tensor,
+    groups: tl.tensor,
+    members: tl.tensor,
+    starts: tl.tensor,
+    first_entry: tl.tensor,
+    num_entries: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
     x_stride: tl.tensor,
@@ -53,6 +63,8 @@ def _few_rows_kernel(
     X_SCALED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     X_DESCRIBED: tl.constexpr,
+    WIDTH: tl.constexpr,  # of the changes of adapters; 0: none
+    PIECES: tl.constexpr,
 ) -> None:
     first_row, first_output = tl.program_id(1) * ROWS, tl.program_id(0) * OUTPUTS
     first_row = tl.minimum(first_row, tl.maximum(num_rows - ROWS, 0))  # the last tile is whole: it overlaps another
@@ -76,8 +88,18 @@ def _few_rows_kernel(
     else:
         sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
         up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    wait_for_inputs()
-    added = load_residual(residual, place, inside, HAS_RESIDUAL)
+    if WIDTH == 0:
+        wait_for_inputs()
+        added = load_residual(residual, place, inside, HAS_RESIDUAL)
+    else:  # x is complete: the kernel before this one, which makes the thin values, has waited for it
+        part, column = part_at(starts, first_output)
+        entry, own_output = first_entry + part, output - column
+        member = tl.load(members + row, mask=row_exists, other=-1)
+        num_groups = tl.load(groups + num_rows)
+        adapter = adapters_at(groups, 0, num_rows, WIDTH, PIECES)
+        change_place, change_bias, own_rank = places(table, adapter, entry, num_entries)
+        if ACTIVATION >= 0:
+            partner_place, partner_bias, partner_rank = places(table, adapter, entry + 1, num_entries)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, X_DESCRIBED)
         weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
@@ -90,6 +112,12 @@ def _few_rows_kernel(
     if SWAPPED:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
+    if WIDTH > 0:
+        first_weights = up_tile(base, change_place, own_rank, 0, own_output, output_exists, WIDTH, PIECES)
+        if ACTIVATION >= 0:
+            first_partner = up_tile(base, partner_place, partner_rank, 0, own_output, output_exists, WIDTH, PIECES)
+        wait_for_inputs()
+        added = load_residual(residual, place, inside, HAS_RESIDUAL)
     if SPLITS > 1:
         sums, up_sums, is_last = add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
         inside = inside & is_last
@@ -101,6 +129,16 @@ def _few_rows_kernel(
         x_scale = row_scale(x_scales, row, row_exists)[:, None]
         sums *= x_scale
         up_sums *= x_scale
+    if WIDTH > 0:
+        sums += added_changes(
+            thin, base, table, groups, entry, num_entries, part, first_weights, own_rank, change_bias, num_groups, row,
+            member, own_output, output_exists, num_rows, WIDTH, PIECES, PRECISION,
+        )  # fmt: skip
+        if ACTIVATION >= 0:
+            up_sums += added_changes(
+                thin, base, table, groups, entry + 1, num_entries, part + 1, first_partner, partner_rank, partner_bias,
+                num_groups, row, member, own_output, output_exists, num_rows, WIDTH, PIECES, PRECISION,
+            )  # fmt: skip
     finish(
         sums, up_sums, output[None, :], place, inside, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
@@ -185,6 +223,7 @@ def few_rows(
     tile: RowTile | None = None,
     x_scales: torch.Tensor | None = None,  # f32[rows, 1]  of x in FP8
     fixed: bool = False,  # results of a row do not depend on the number of rows
+    change: Change | None = None,  # made by the kernel that was launched last
 ) -> torch.Tensor:
     """[rows, outputs]"""
     num_rows, depth = x.shape
@@ -213,9 +252,11 @@ def few_rows(
         x if residual is None else residual,
         out,
         *shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
-        num_rows,
-        outputs,
-        x.stride(0),
+        num_rows=num_rows,
+        num_outputs=outputs,
+        x_stride=x.stride(0),
+        **adapter_changes.arguments(change, out),
+        PIECES=adapter_changes.PIECES,
         DEPTH=depth,
         SPLITS=tile.splits,
         ROWS=rows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import triton
 
 from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
+from bifolio.kernels.cuda.rows_product import MOST_ROWS
 from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     Adapter,
@@ -53,6 +54,9 @@ from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.choice import TritonChoice
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
+from bifolio.kernels.triton.expert_stream import ExpertStream
+from bifolio.kernels.triton.graphs.captured_function import CapturedFunction
+from bifolio.kernels.triton.graphs.graph_cache import GraphCache
 from bifolio.kernels.triton.head_products import head_products
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
@@ -63,7 +67,8 @@ from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
-from bifolio.kernels.triton.text_graphs import TextGraphs
+from bifolio.kernels.triton.step.texts import TextSteps
+from bifolio.kernels.triton.towers import TowerKernels
 from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -92,7 +97,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             if device.startswith("cuda")
             else INTERPRETED_PROCESSORS
         )
-        self._torch = TorchKernels(device, dtype)
+        self._torch, self._towers = TorchKernels(device, dtype), TowerKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
         self._products = Products(
             self._weights, self.dtype, deterministic=deterministic,
@@ -101,6 +106,8 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
+        self._expert_stream: ExpertStream | None = None  # of experts on the host
+        self._captured: GraphCache | None = None  # of captured functions
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -117,8 +124,8 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         return super().with_rows(tensor(x), parts)
 
     @property
-    def for_towers(self) -> TorchKernels:
-        return self._torch
+    def for_towers(self) -> TowerKernels:
+        return self._towers
 
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
@@ -138,15 +145,21 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         is_encoder = bool(network.shapes) and all(shape.bidirectional for shape in network.shapes)
         if not is_encoder or network.split is None or (self.ranks is not None and self.ranks.size > 1):
             return None
-        return TextGraphs(self, network, network.split)
+        return TextSteps(self, network, network.split)
+
+    def capture(self, run: Callable[[Array], Array], x: Array) -> Callable[[Array], Array] | None:
+        self._captured = self._captured or GraphCache(self.device)
+        return CapturedFunction(self._captured, run, tensor(x))
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
-        if self.has_host_experts:
-            return None  # a captured step cannot wait for experts on the host
+        if self.has_host_experts and self.host_turn is None:
+            return None  # a captured step cannot wait for kernels in Python
         if any(shape.has_entries for shape in network.shapes):
             return None  # the host finds entries
+        if self.host_turn is not None:
+            self.host_turn.most = max(self.host_turn.most, sizes.num_slots)
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
@@ -157,7 +170,12 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
     def prepare_experts(self, experts: Experts) -> Experts:
         """`prepared` is (stack of gate and up, of down)."""
         if experts.host is not None:
-            return HostExperts.prepared(experts, self)
+            prepared = HostExperts.prepared(experts, self)
+            if self.host_turn is not None and self.is_cuda and not self.deterministic:
+                rate = self.host_turn.calls.product_rate
+                self._expert_stream = self._expert_stream or ExpertStream(self.device, rate)
+                self._expert_stream.add(experts)
+            return prepared
         return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
     def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
@@ -285,10 +303,13 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         if isinstance(experts.prepared, HostExperts):
-            return experts.prepared.mix(tensor(x), routing, experts.site, adapters)
+            stacks = self._copied_stacks(experts, routing, adapters)
+            if stacks is None:
+                return experts.prepared.mix(tensor(x), routing, experts.site, adapters)
+            experts = replace(experts, prepared=stacks)
         if adapters is not None and adapters.changes_experts(experts.site):
             raise ConfigError(OF_EXPERTS)
-        is_deferred = isinstance(x, Normed) and x.value is None
+        is_deferred = isinstance(x, Normed) and x.value is None and x.rows == 1
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 
         def compute(residual: torch.Tensor | None) -> torch.Tensor:
@@ -298,6 +319,18 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             )  # fmt: skip
 
         return Mixture(compute, len(values))
+
+    def _copied_stacks(self, experts: Experts, routing: Routing, adapters: AdapterUse | None) -> tuple[Any, Any] | None:
+        """Experts of the host on the device, for so many rows that the host takes longer; None: the host computes."""
+        stream, (rows, choices) = self._expert_stream, routing.experts.shape
+        layer = None if stream is None or rows <= self.host_turn.most else stream.layer(experts)
+        if stream is None or layer is None or torch.cuda.is_current_stream_capturing():
+            return None
+        if adapters is not None and adapters.changes_experts(experts.site):
+            return None
+        if not stream.reserve() or self.host_turn.room.is_idle or not stream.is_faster(rows, choices, layer):
+            return None
+        return stream.stacks(layer)
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(tensor(x), recurrence, self._staged_states(batch), storage)
@@ -354,8 +387,10 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
 
     # -- details ------------------------------------------------------------------------------------------------------
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
-        """Whether the following product computes the norm: for one row and a plain RMS norm."""
-        return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
+        """Whether the following product may compute the norm: for a few rows and a plain RMS norm."""
+        if norm.centered or norm.bias is not None or self.deterministic or x.dim() != 2:
+            return False
+        return x.shape[0] == 1 or (self.device.startswith("cuda") and 1 < x.shape[0] <= MOST_ROWS)
 
     def _plain_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self._norm_rows(x, norm)[1]

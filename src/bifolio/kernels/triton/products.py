@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda.row_product import can_multiply, row_product
-from bifolio.kernels.interface import Array, Linear
-from bifolio.kernels.triton import fp8, fp8_rows, norm, quantised
+from bifolio.kernels.cuda import row_product, rows_product
+from bifolio.kernels.cuda.row_product import RowChange
+from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.kernels.triton import fp8, fp8_rows, quantised
+from bifolio.kernels.triton.adapter_changes import Change
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.norm import ACTIVATIONS, act_mul
 from bifolio.kernels.triton.quantised import MixedWeight, PackedWeights
 from bifolio.kernels.triton.row_layouts import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described
@@ -53,6 +56,48 @@ class Products:
             return self._multiply(product, None, None, torch.float32)
         return tensor(product.compute(product, None, None))
 
+    def adds_changes(self, product: Product, is_divided: bool) -> bool:
+        """Whether the kernel of a product adds the changes of adapters to its sums itself.
+
+        `is_divided`: each tile of its columns belongs to one part. Never in deterministic mode: there the order of the
+        sums of a row may not depend on the adapters of other rows.
+        """
+        weight = product.linear.prepared[0] if product.linear.prepared is not None else None
+        return (
+            is_divided
+            and product.compute == self._multiply
+            and not self._deterministic
+            and product.rows > 1
+            and isinstance(weight, torch.Tensor | Fp8Weight)
+            and not (isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype))
+        )
+
+    def adds_row_change(
+        self, product: Product, change: RowChange, activation: str | None, residual: torch.Tensor | None
+    ) -> bool:
+        """The same for one row, whose kernel computes the thin values, too."""
+        weight = product.linear.prepared[0] if product.linear.prepared is not None else None
+        if (
+            product.compute != self._multiply
+            or self._deterministic
+            or not self._num_processors
+            or not isinstance(weight, torch.Tensor | Fp8Weight)
+            or (activation is not None and change.parts != 2)
+        ):
+            return False
+        values, _, group = fp8.parts_of(weight)
+        x, own = _operand(product)
+        return group in (0, values.shape[1]) and row_product.can_multiply(
+            x, values, norm=own, residual=residual, gated=activation is not None, num_processors=self._num_processors,
+            change=change,
+        )  # fmt: skip
+
+    def changed(
+        self, product: Product, change: Change | RowChange, activation: str | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A product with the changes of adapters; thin values of several rows were launched just before."""
+        return self._multiply(product, activation, residual, change=change)
+
     def _is_ours(self, rows: int, linear: Linear) -> bool:
         """Whether our own kernels multiply, with the operations before and after fused in.
 
@@ -76,6 +121,7 @@ class Products:
         activation: str | None,
         residual: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
+        change: Change | RowChange | None = None,
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
@@ -83,30 +129,50 @@ class Products:
         is_packed = isinstance(weight, QuantisedWeight | MixedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
+        if isinstance(change, Change):
+            return few_rows(tensor(product.x), weight, change=change, **options)
+        if self._num_processors and not is_packed and not self._deterministic:
+            found = self._multiply_early(product, weight, bias, activation, residual, out_dtype, change)
+            if found is not None:
+                return found
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
-        if isinstance(product.x, Normed) and product.x.value is None:
-            x, options["norm"] = product.x.x, product.x.norm
-        else:
-            x = tensor(product.x)
+        x, options["norm"] = _operand(product)
         if is_packed:
             is_first, self.begins_pass = self.begins_pass, False
             processors = 0 if self._dtype == torch.float32 else self._num_processors  # the kernel in CUDA C++ rounds x
             return quantised.one_row(x, weight, is_first=is_first, num_processors=processors, **options)
-        values, scales, group = fp8.parts_of(weight)
-        if self._num_processors and group in (0, values.shape[1]):
-            own: dict[str, Any] = {
-                "norm": options.get("norm"), "residual": residual, "num_processors": self._num_processors,
-            }  # fmt: skip
-            if can_multiply(x, values, gated=activation is not None, **own):
-                kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
-                is_first, self.begins_pass = self.begins_pass, False
-                return row_product(
-                    x, values, row_scales=scales if group else None, bias=bias, activation=kind, out_dtype=out_dtype,
-                    is_first=is_first, **own,
-                )  # fmt: skip
         return one_row(x, weight, **options)
+
+    def _multiply_early(
+        self,
+        product: Product,
+        weight: torch.Tensor | Fp8Weight,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        residual: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        change: RowChange | None,
+    ) -> torch.Tensor | None:
+        """Multiply up to 8 rows by a kernel whose weights arrive while earlier ones run; None: it cannot."""
+        values, scales, group = fp8.parts_of(weight)
+        if product.rows > rows_product.MOST_ROWS or group not in (0, values.shape[1]):
+            return None
+        (x, norm), is_one = _operand(product), product.rows == 1
+        own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": self._num_processors}
+        if is_one and not row_product.can_multiply(x, values, gated=activation is not None, change=change, **own):
+            return None
+        if not is_one and (group or not rows_product.can_multiply(x, values, **own)):
+            return None
+        own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+        own["is_first"], self.begins_pass = self.begins_pass, False
+        if is_one:
+            row_scales = scales if group else None
+            return row_product.row_product(
+                x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, change=change, **own
+            )
+        return rows_product.rows_product(x, values, bias=bias, out_dtype=out_dtype, **own)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
         """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
@@ -116,7 +182,7 @@ class Products:
         y = self._weights.linear(x, product.linear)
         if residual is not None:
             return Sum(residual, y)
-        return y if activation is None else norm.act_mul(y, activation)
+        return y if activation is None else act_mul(y, activation)
 
     def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
@@ -124,3 +190,10 @@ class Products:
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
             return self._weights.linear(x, linear).float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def _operand(product: Product) -> tuple[torch.Tensor, Norm | None]:
+    """The rows that are multiplied, and the norm that the product computes."""
+    if isinstance(product.x, Normed) and product.x.value is None:
+        return product.x.x, product.x.norm
+    return tensor(product.x), None

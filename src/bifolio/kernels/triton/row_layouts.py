@@ -114,7 +114,23 @@ class Blocks(NamedTuple):
     tops: torch.Tensor | None = None  # u8[rows, depth / 256, 4]
 
 
-def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Rows of a matrix as the file holds them, on the device."""
+
+    format: QuantFormat
+    data: torch.Tensor  # u8[rows, row_bytes]
+    shape: tuple[int, int]
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    def held(self) -> CopiedRows:
+        return self
+
+
+def pack(parts: tuple[QuantizedTensor | CopiedRows, ...], device: str) -> QuantisedWeight:
     """Concatenate matrices of one format and width on the device."""
     format, depth = parts[0].format, parts[0].shape[1]
     held = [part.held() for part in parts]
@@ -126,15 +142,22 @@ def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
     step = max(1, PANEL_VALUES // depth)
     for part in held:
         for start in range(0, part.num_rows, step):
-            raw = torch.from_numpy(np.array(part.data[start : start + step])).to(device)
+            raw = on_device(part.data[start : start + step], device)
             blocks = _READERS[format](raw.view(len(raw), -1, format.block_bytes))
             _write(blocks, layout, rows[first + start : first + start + len(raw)])
         first += part.num_rows
     return QuantisedWeight(format, layout, rows, (len(rows), depth))
 
 
-def _common_group(part: QuantizedTensor, factor_bytes: int) -> int:
-    """Columns with equal factors: 32, or 64 or 128 where that holds for all of the matrix."""
+def on_device(data: np.ndarray | torch.Tensor, device: str) -> torch.Tensor:
+    """Rows of a file; those of experts that a stream copied are there already."""
+    return data if isinstance(data, torch.Tensor) else torch.from_numpy(np.array(data)).to(device)
+
+
+def _common_group(part: QuantizedTensor | CopiedRows, factor_bytes: int) -> int:
+    """Columns with equal factors: 32, or 64 or 128 where that holds for all of the matrix on the host."""
+    if isinstance(part, CopiedRows):
+        return 32
     blocks = part.data.reshape(part.num_rows, -1, part.format.block_bytes)[:, :, :factor_bytes]
     group = 32
     while group < LARGEST_GROUP and blocks.shape[1] % 2 == 0:

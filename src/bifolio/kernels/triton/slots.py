@@ -16,18 +16,20 @@ from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.adapter_slots import AdapterSlots
-from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
 from bifolio.kernels.triton.device_state import DeviceState
-from bifolio.kernels.triton.draft_draws import MOST, DraftDraws
-from bifolio.kernels.triton.draft_steps import DraftSteps
-from bifolio.kernels.triton.draw_graphs import DrawGraphs
 from bifolio.kernels.triton.edits import SlotEdits
+from bifolio.kernels.triton.graphs.graph_cache import GraphCache
+from bifolio.kernels.triton.graphs.results import DeviceTokens
+from bifolio.kernels.triton.graphs.sizes import INTERPRETED, PROMPTS, SMALL
 from bifolio.kernels.triton.logprobs import MAX_TOP
-from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, SMALL, PromptGraphs
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
+from bifolio.kernels.triton.step.decodes import Decodes, GraphKernels, full_shape
+from bifolio.kernels.triton.step.drafts import HeadSteps
+from bifolio.kernels.triton.step.draws import MOST, DraftDraws, Draws
+from bifolio.kernels.triton.step.prompts import Prompts
+from bifolio.kernels.triton.step.verifications import Verifications
 from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
-from bifolio.kernels.triton.verify_steps import VerifySteps
 from bifolio.sampling_params import SamplingParams
 
 
@@ -50,19 +52,21 @@ class TritonSlots:
         )  # fmt: skip
         self._adapter_of: list[Adapter | None] = [None] * sizes.num_slots
         self._numbers: tuple[bytes, int, np.ndarray | None] = (b"", 0, None)  # of the slots of the last launch
-        self.graphs = DecodeGraphs(kernels, network, storage, self.state, self.adapters)
-        self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
-        self._draft_draws = DraftDraws(self.state)
-        self.verifications = VerifySteps(kernels, network, storage, self.state, self.graphs.recorder)
-        self.prompts: PromptGraphs | None = None
+        self.graphs = GraphCache(kernels.device)
+        self.decodes = Decodes(kernels, network, storage, self.state, self.graphs, self.adapters)
+        self._draws = Draws(self.state, self.graphs)
+        self._draft_draws = DraftDraws(self.state, self.graphs)
+        self._verifications = Verifications(kernels, network, storage, self.state, self.graphs)
+        self.prompts: Prompts | None = None
         chooses = any(shape.top_k for shape in network.shapes)
-        if network.split is not None and not chooses:  # how many queries of a prompt choose depends on its length
-            steps = ON_GPU if self.state.on_gpu else INTERPRETED
+        # How many queries of a prompt choose depends on its length; long prompts wait for experts of the host.
+        if network.split is not None and not chooses and not kernels.has_host_experts:
+            steps = PROMPTS if self.state.on_gpu else INTERPRETED
             if network.split.tap_width and self.state.on_gpu:
                 steps = steps._replace(tokens=(*SMALL, *steps.tokens))
-            self.prompts = PromptGraphs(
-                kernels, network.split, network.shapes, network.decode_segment, storage, self.state,
-                self.graphs.recorder, steps, self.adapters,
+            self.prompts = Prompts(
+                kernels, network.split, network.shapes, network.decode_segment, storage, self.state, self.graphs, steps,
+                adapters=self.adapters,
             )  # fmt: skip
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
@@ -110,8 +114,8 @@ class TritonSlots:
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
         self.state.set_rare_options(slot, params.typical_p, params.xtc_threshold, params.xtc_probability)
-        if self.graphs.edits is not None and edits is not None and not edits.is_empty:
-            self.graphs.edits.set(slot, edits)
+        if self.decodes.edits is not None and edits is not None and not edits.is_empty:
+            self.decodes.edits.set(slot, edits)
         else:
             self.state.set_edits(slot, 0, None)
 
@@ -131,29 +135,29 @@ class TritonSlots:
         return self._numbers[2]
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
-        if self.graphs.edits is not None:
-            self.graphs.edits.set_history(slot, prompt, output)
+        if self.decodes.edits is not None:
+            self.decodes.edits.set_history(slot, prompt, output)
 
     def set_mask(self, slot: int, is_used: bool) -> None:
         self._edited[slot] = is_used
-        if is_used and self.graphs.edits is not None:
-            self.graphs.edits.set(slot, MASK_ALONE)
+        if is_used and self.decodes.edits is not None:
+            self.decodes.edits.set(slot, MASK_ALONE)
         else:
             self.state.set_edits(slot, 0, None)
 
     def mask_rows(self, slots: np.ndarray) -> np.ndarray:
-        if self.graphs.edits is None:
+        if self.decodes.edits is None:
             raise PhaseError("masks are sent for slots whose edits have one: call `draws` and `set_params` first")
-        return self.graphs.edits.mask_rows(slots)
+        return self.decodes.edits.mask_rows(slots)
 
     def _has_room_for_edits(self) -> bool:
         """Allocate the arrays of edits with the first slot that needs them."""
-        if self.graphs.edits is None and self._may_edit:
+        if self.decodes.edits is None and self._may_edit:
             try:
-                self.graphs.edits = SlotEdits(self.state, self._vocab_size)
+                self.decodes.edits = SlotEdits(self.state, self._vocab_size)
             except torch.cuda.OutOfMemoryError:
                 self._may_edit = False
-        return self.graphs.edits is not None
+        return self.decodes.edits is not None
 
     def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
         self.state.set_blocks(slot, first, block_ids)
@@ -178,7 +182,7 @@ class TritonSlots:
         decoded, self._decoded = self._decoded, None
         if decoded is None or not np.array_equal(decoded, slots):
             self.state.set_lengths(slots, positions - 1)
-        return self.draws_from_logits.draw(logits, rows, slots, self._mode(slots), self.graphs.edits)
+        return self._draws.draw(logits, rows, slots, self._mode(slots), self.decodes.edits)
 
     def draw_drafts(
         self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
@@ -191,14 +195,15 @@ class TritonSlots:
     def can_verify(self, slots: np.ndarray, length: int) -> bool:
         if any(self._adapter_of[slot] is not None for slot in slots.tolist()):
             return False
-        return not self._storage.layout.num_states and self.verifications.fits(len(slots), length + 1)
+        return not self._storage.layout.num_states and self._verifications.fits(len(slots), length + 1)
 
-    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> DeviceTokens:
+    def verify(self, slots: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
         self._decoded = None
-        return self.verifications.launch(slots, drafts, self._mode(slots))
+        is_near = int(lengths.max()) + drafts.shape[1] < NEAR_TOKENS
+        return self._verifications.launch(slots, drafts, self._mode(slots), is_near=is_near)
 
     def verified_states(self, row: int) -> Array:
-        return self.verifications.states(row)
+        return self._verifications.states(row)
 
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
         self._decoded = None
@@ -207,8 +212,8 @@ class TritonSlots:
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
         numbers, is_near = self._numbers_of(slots), self._is_near(lengths)
-        step = self.graphs.launch(slots, self._mode(slots), work, is_near=is_near, numbers=numbers)
-        return self.graphs.tokens(step, len(slots), order)
+        step = self.decodes.launch(slots, self._mode(slots), work, is_near=is_near, numbers=numbers)
+        return step.tokens(len(slots), order)
 
     def _is_near(self, lengths: np.ndarray) -> bool:
         """Whether all contexts are short; the kernel reads longer ones too, only slower."""
@@ -218,8 +223,8 @@ class TritonSlots:
         """The mode of a step of these slots; sends pending changes of their edits."""
         options = self._warm, self._filtered, self._edited, self._scored, self._rare
         mode = Mode.of(*(bool(option[slots].any()) for option in options))
-        if mode.edits and self.graphs.edits is not None:
-            self.graphs.edits.send()
+        if mode.edits and self.decodes.edits is not None:
+            self.decodes.edits.send()
         return mode
 
     def decode_logits(
@@ -229,9 +234,9 @@ class TritonSlots:
         self._decoded = slots
         if work is None:
             is_near, numbers = lengths is not None and self._is_near(lengths), self._numbers_of(slots)
-            return self.graphs.launch(slots, None, is_near=is_near, numbers=numbers).logits[: len(slots)]
+            return self.decodes.launch(slots, None, is_near=is_near, numbers=numbers).logits[: len(slots)]
         ordered = slots[work.order]
-        logits = self.graphs.launch(ordered, None, work, numbers=self._numbers_of(ordered)).logits
+        logits = self.decodes.launch(ordered, None, work, numbers=self._numbers_of(ordered)).logits
         return logits[upload(np.argsort(work.order), logits.device)]
 
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
@@ -240,12 +245,14 @@ class TritonSlots:
 
     def prompt_states(self, count: int) -> Array:
         if self.prompts is None:
-            raise PhaseError("this network runs as a whole: it gives out no states")
+            raise PhaseError("this network runs as a whole: it returns no states")
         return self.prompts.states(count)
 
-    def draft_slots(self, network: DraftNetwork, storage: Storage) -> DraftSteps:
+    def draft_slots(self, network: DraftNetwork, storage: Storage) -> HeadSteps:
         self._kernels.tabulate(network.rotations, self._sizes.max_model_len)
-        return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode, self.verifications)
+        return HeadSteps(
+            self._kernels, network, storage, self.state, self._vocab_size, self._mode, self._verifications, self.graphs
+        )
 
     def warm_up(self) -> None:
         """Capture steps with prompts, decodes without sampling, and decodes that are greedy or drawn with filters.
@@ -258,12 +265,12 @@ class TritonSlots:
         sizes = self._sizes
         self._kernels.attention.warm_up(self._shapes, self._storage, sizes.max_model_len, sizes.max_chunk)
         compile_draws(self.state.device, self._vocab_size)
-        self.graphs.capture_all(None)
+        self.decodes.capture_all(None)
         for mode in (Mode(), Mode("filter")):
-            self.graphs.capture_all(mode)
-            self.draws_from_logits.capture_all(mode, self._vocab_size)
+            self.decodes.capture_all(mode)
+            self._draws.capture_all(mode, self._vocab_size)
             if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
-                self.graphs.capture_all(mode, shares=True)
+                self.decodes.capture_all(mode, shares=True)
 
     def warm_up_adapters(self) -> None:
         layout = self.adapters.layout
@@ -272,7 +279,7 @@ class TritonSlots:
         if self.prompts is not None:
             self.prompts.capture_all(layout)
         for mode in (Mode(), Mode("filter")):
-            self.graphs.capture_all(mode, layout=layout)
+            self.decodes.capture_all(mode, layout=layout)
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """Shared work of these slots; searched again only when other slots take part."""

@@ -89,9 +89,10 @@ class Positions:
     def prepared(self, kernels: KernelSet) -> Positions:
         return Positions(kernels.from_host(self.by_column), kernels.from_host(self.by_row))
 
-    def added(self, x: Array, columns: NDArray[np.int64], rows: NDArray[np.int64], kernels: KernelSet) -> Array:
+    def added(self, x: Array, columns: Array, rows: Array, kernels: KernelSet) -> Array:
+        """x with the positions of patches; columns and rows: i64[patches]."""
         for table, places in ((self.by_column, columns), (self.by_row, rows)):
-            x = kernels.add(x, kernels.take(table, kernels.from_host(places)))
+            x = kernels.add(x, kernels.take(table, places))
         return x
 
 

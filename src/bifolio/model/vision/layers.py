@@ -136,18 +136,17 @@ def rope_frequencies(size: int, theta: float) -> NDArray[np.float32]:
     return np.asarray(1.0 / np.power(np.float32(theta), exponents), np.float32)
 
 
-def pooled(x: Array, side: tuple[int, int], size: int, kernels: KernelSet) -> Array:
-    """The mean of each square of `size` * `size` patches; x: [height * width, d], row by row."""
-    parts = square_rows(side, size)
-    total = kernels.take(x, kernels.from_host(parts[0]))
+def pooled(x: Array, parts: tuple[Array, ...], kernels: KernelSet) -> Array:
+    """The mean of each square of patches; x: [height * width, d], row by row; parts: of `square_rows`."""
+    total = kernels.take(x, parts[0])
     for number, rows in enumerate(parts[1:], start=2):
         scale = 1.0 / len(parts) if number == len(parts) else 1.0
-        total = kernels.add(total, kernels.take(x, kernels.from_host(rows)), scale)
+        total = kernels.add(total, kernels.take(x, rows), scale)
     return total
 
 
-def square_rows(side: tuple[int, int], size: int) -> list[np.ndarray]:
+def square_rows(height: int, width: int, size: int, kernels: KernelSet) -> tuple[Array, ...]:
     """For each place in a square of `size` * `size` patches, the patches at this place: i64[squares]."""
-    height, width = side
     grid = np.arange(height * width).reshape(height // size, size, width // size, size)
-    return [grid[:, row, :, column].reshape(-1) for row in range(size) for column in range(size)]
+    parts = (grid[:, row, :, column].reshape(-1) for row in range(size) for column in range(size))
+    return tuple(kernels.from_host(part) for part in parts)

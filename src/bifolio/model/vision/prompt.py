@@ -66,6 +66,7 @@ def placed(token_ids: Sequence[int], vision: Vision, pictures: Sequence[Picture]
         raise RequestError(f"the prompt has {len(pictures)} images and {MAX_IMAGES} are allowed: send fewer")
     places = np.flatnonzero(np.asarray(token_ids, np.int64) == vision.row_token).astype(np.int32)
     tiles = [tile for picture in pictures for tile in picture.tiles]
+    digests = [each for own in pictures for each in own.digests or [vision.digest(tile) for tile in own.tiles]]
     counts = [vision.num_rows(tile) for tile in tiles]
     if sum(counts) != len(places):
         raise RequestError(
@@ -74,13 +75,13 @@ def placed(token_ids: Sequence[int], vision: Vision, pictures: Sequence[Picture]
         )
     ends = np.cumsum(counts)
     return tuple(
-        image_at(vision, tile, places[end - count : end]) for tile, count, end in zip(tiles, counts, ends, strict=True)
+        _image_at(vision, tile, digest, places[end - count : end])
+        for tile, digest, count, end in zip(tiles, digests, counts, ends, strict=True)
     )
 
 
-def image_at(vision: Vision, tile: Pixels, places: NDArray[np.int32]) -> PromptImage:
-    """One tile of a prompt."""
-    return PromptImage(tile, places, vision.digest(tile), vision.both_ways, vision.grid(tile))
+def _image_at(vision: Vision, tile: Pixels, digest: bytes, places: NDArray[np.int32]) -> PromptImage:
+    return PromptImage(tile, places, digest, vision.both_ways, vision.grid(tile))
 
 
 def checked_image(vision: Vision, tile: Pixels, places: NDArray[np.int32], num_tokens: int) -> PromptImage:
@@ -88,4 +89,4 @@ def checked_image(vision: Vision, tile: Pixels, places: NDArray[np.int32], num_t
     is_ordered = len(places) and places[0] >= 0 and places[-1] < num_tokens and (np.diff(places) > 0).all()
     if not is_ordered or len(places) != vision.num_rows(tile):
         raise RequestError("the rows of an image do not fit its tokens: server and engine have different models")
-    return image_at(vision, tile, places)
+    return _image_at(vision, tile, vision.digest(tile), places)

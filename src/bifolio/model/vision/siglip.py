@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Array, AttentionShape, Batch, KernelSet, Linear, Norm
 from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.vision.layers import TowerLayer
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import NewBatch, patches_of
 from bifolio.quant.tensor import QuantizedTensor
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -87,11 +83,9 @@ class Siglip:
             norm=kernels.prepare_norm(self.norm),
         )
 
-    def states(self, values: NDArray[np.float32], kernels: KernelSet, new_batch: NewBatch) -> Array:
-        """The normed states of the patches of an image [height, width, 3]: [patches, d]."""
-        patches = kernels.from_host(patches_of(values, self.sizes.patch_size))
-        x = kernels.add(kernels.linear(patches, self.patches), self.positions)
-        batch = new_batch(int(x.shape[0]))
+    def states(self, values: Array, batch: Batch, kernels: KernelSet) -> Array:
+        """The normed states of patches: [patches, d]."""
+        x = kernels.add(kernels.linear(values, self.patches), self.positions)
         for layer in self.layers:
             x = layer(x, None, batch, kernels)
         return kernels.norm(x, self.norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -11,14 +10,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.arrays import array_namespace
 from bifolio.kernels.interface import Array, Batch, KernelSet
 from bifolio.model.image_rows import PLAIN_ROWS as PLAIN_ROWS
 from bifolio.model.image_rows import RowLayout as RowLayout
+from bifolio.model.vision.decoding import Pixels as Pixels
+from bifolio.model.vision.decoding import pixels_of
 from bifolio.model.vision.tensors import TowerTensors
 from bifolio.quant.tensor import QuantizedTensor
 
-Pixels = NDArray[np.uint8]  # u8[height, width, 3]
-NewBatch: TypeAlias = Callable[[int], Batch]  # of that many patches, each of which sees all
+Fixed: TypeAlias = tuple[Array, ...]  # arrays that follow from the size of a tile, of its positions above all
 
 
 class Picture(NamedTuple):
@@ -26,6 +27,28 @@ class Picture(NamedTuple):
 
     text: str  # in place of the placeholder in a prompt, with one `Vision.row_token` for each row
     tiles: tuple[Pixels, ...]  # inputs of the tower, in the order of their rows
+    digests: tuple[bytes, ...] = ()  # of the tiles (`Vision.digest`), where they are known
+
+
+class Cut(NamedTuple):
+    """How the bytes of a tile become the values of its patches."""
+
+    size: int  # pixels of an edge of a patch
+    values: NDArray[np.float32]  # f32[256, 3]  of each byte and channel
+    merge: int = 1  # patches of an edge of a square, whose patches follow each other
+
+    def patches(self, pixels: Array, values: Array) -> Array:
+        """f32[patches, 3 * size * size] of u8[height, width, 3], each channel by channel.
+
+        Squares follow row by row, and the patches of each. `values`: those of this object on the device of the pixels.
+        """
+        xp, size, merge = array_namespace(pixels), self.size, self.merge
+        height, width = (edge // (size * merge) for edge in pixels.shape[:2])
+        whole = pixels[: height * size * merge, : width * size * merge]
+        grid = xp.reshape(whole, (height, merge, size, width, merge, size, 3))
+        own = xp.reshape(xp.permute_dims(grid, (0, 3, 1, 4, 6, 2, 5)), (-1, 3, size * size))
+        found = [values[:, channel][xp.astype(own[:, channel], xp.int64)] for channel in range(3)]
+        return xp.reshape(xp.stack(found, axis=1), (-1, 3 * size * size))
 
 
 class Tower(Protocol):
@@ -45,8 +68,21 @@ class Tower(Protocol):
         """The tower with its weights prepared for a kernel set, once."""
         ...
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        """[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns."""
+    @property
+    def cut(self) -> Cut:
+        """The patches of a tile."""
+        ...
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        """The arrays of tiles of so many pixels."""
+        ...
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        """[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns.
+
+        values: f32[patches, ...] of `cut`; `batch`: of so many patches, each of which sees all. No array comes from the
+        host, so that a set can capture it.
+        """
         ...
 
     def matrices(self) -> list[QuantizedTensor | Array]:
@@ -64,9 +100,13 @@ class Vision(ABC):
     row_token: int  # the token that stands for one row
     both_ways: bool = False  # the tokens of a tile see all of them
 
-    @abstractmethod
     def read(self, image: Any) -> Picture:
-        """The tiles and the text of a `PIL.Image`, as the processor of the model makes them."""
+        """The tiles and the text of a `PIL.Image` or u8[height, width, 3], as the processor of the model makes them."""
+        return self.picture(pixels_of(image))
+
+    @abstractmethod
+    def picture(self, pixels: Pixels) -> Picture:
+        """The tiles and the text of an image."""
 
     @abstractmethod
     def num_rows(self, pixels: Pixels) -> int:
@@ -87,7 +127,7 @@ class Vision(ABC):
     def digest(self, pixels: Pixels) -> bytes:
         """Of the pixels and of everything that decides how the tower reads them."""
         found = blake2b(repr((self, pixels.shape)).encode(), digest_size=16, person=b"bifolio-image")
-        found.update(np.ascontiguousarray(pixels).tobytes())
+        found.update(np.ascontiguousarray(pixels).data)
         return found.digest()
 
 
@@ -98,19 +138,9 @@ class Normalisation(NamedTuple):
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
-    def __call__(self, pixels: Pixels) -> NDArray[np.float32]:
-        """f32[height, width, 3]"""
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """f32[256, 3]: of each byte and channel."""
         scaled = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
         mean, std = (np.asarray(each, np.float32) for each in (self.mean, self.std))
-        table = (scaled[:, None] - mean) / std  # of each byte and channel
-        found = np.empty(pixels.shape, np.float32)
-        for channel in range(3):
-            found[..., channel] = table[:, channel].take(pixels[..., channel])
-        return found
-
-
-def patches_of(values: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """f32[patches, 3 * size * size]: the squares of an image [height, width, 3] row by row, each channel by channel."""
-    height, width = (edge // size for edge in values.shape[:2])
-    cut = values[: height * size, : width * size].reshape(height, size, width, size, 3)
-    return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(height * width, 3 * size * size)
+        return (scaled[:, None] - mean) / std

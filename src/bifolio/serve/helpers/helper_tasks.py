@@ -14,7 +14,7 @@ from bifolio.errors import BifolioError, ChatTemplateError, RequestError
 from bifolio.images import TEXT_ONLY
 from bifolio.model.loaded import TextModel
 from bifolio.model.loader import open_text_model
-from bifolio.model.vision.processing import decoded
+from bifolio.model.vision.decoding import decoded
 from bifolio.serve.helpers import helper_messages as h
 from bifolio.text.chat_template import render_chat
 from bifolio.text.tokenizer import is_library_error

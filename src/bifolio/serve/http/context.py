@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from bifolio.api.client import EngineClient
 from bifolio.model.loaded import TextModel
+from bifolio.model.vision.pictures import Pictures
 from bifolio.serve.helpers.grammar_checks import GrammarChecks
 from bifolio.serve.helpers.helper import Helper, new_helper
 from bifolio.serve.http.auth import Tenant
@@ -69,6 +70,7 @@ class ServerContext:
     tokenizers: TokenizerPool = field(init=False)
     templates: Helper = field(init=False)  # renders chat templates
     grammars: GrammarChecks = field(init=False)
+    pictures: Pictures | None = field(init=False)  # None: the model reads text only
     _open_per_share: Counter[str] = field(init=False, default_factory=Counter)
     _free_places: list[int] = field(init=False, default_factory=list)  # a heap
     _num_places: int = field(init=False, default=0)
@@ -78,6 +80,7 @@ class ServerContext:
         self.tokenizers = TokenizerPool(self.model.tokenizer)
         model = self.reference or str(self.model.path)
         self.templates = new_helper(model, reads_tokenizer=False, mmproj=self.mmproj)
+        self.pictures = None if self.model.vision is None else Pictures(self.model.vision)
         self.grammars = GrammarChecks(new_helper(model, reads_tokenizer=True))
         if self.gather is None:  # else the first front end reports the engine
             self.metrics.watch(self.engine)

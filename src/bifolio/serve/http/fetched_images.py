@@ -21,7 +21,7 @@ from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from bifolio.errors import ConfigError, RequestError
-from bifolio.model.vision.processing import MAX_BYTES
+from bifolio.model.vision.decoding import MAX_BYTES
 
 MAX_REDIRECTS = 3
 MAX_LENGTH = 2048  # characters of a URL

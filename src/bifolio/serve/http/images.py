@@ -9,6 +9,7 @@ import numpy as np
 
 from bifolio.errors import RequestError
 from bifolio.images import TEXT_ONLY, PromptImage
+from bifolio.model.vision.pictures import Pictures, file_key
 from bifolio.model.vision.prompt import MAX_IMAGES, expanded, placed
 from bifolio.model.vision.tower import Picture, Vision
 from bifolio.serve.helpers.helper_messages import KILLED, Failed, View, Viewed
@@ -47,14 +48,14 @@ async def read_pictures(context: ServerContext, urls: Sequence[tuple[str, str]],
     """The images as the model reads them."""
     if not urls:
         return []
-    if context.model.vision is None:
+    if context.pictures is None:
         raise bad_request(f"{urls[0][0]}: {TEXT_ONLY}", urls[0][0])
     if len(urls) > MAX_IMAGES:
         raise bad_request(f"the request has {len(urls)} images and {MAX_IMAGES} are allowed: send fewer", "messages")
-    return [await _picture(context, place, url, tenant) for place, url in urls]
+    return [await _picture(context, context.pictures, place, url, tenant) for place, url in urls]
 
 
-async def _picture(context: ServerContext, place: str, url: str, tenant: Tenant) -> Picture:
+async def _picture(context: ServerContext, pictures: Pictures, place: str, url: str, tenant: Tenant) -> Picture:
     try:
         if context.limits.image_hosts and is_remote(url):
             data = await fetched(url, context.limits.image_hosts)
@@ -62,10 +63,14 @@ async def _picture(context: ServerContext, place: str, url: str, tenant: Tenant)
             data = await asyncio.to_thread(data_of, url)
     except RequestError as error:
         raise bad_request(f"{place}: {error}", place, "invalid_image") from error
+    key = await asyncio.to_thread(file_key, data, tenant.share)
+    known = pictures.known(key)
+    if known is not None:
+        return known
     outcome = await context.templates.ask(View(data), tenant.share)
     if isinstance(outcome, Viewed):
         tiles = (np.frombuffer(data, np.uint8).reshape(height, width, 3) for height, width, data in outcome.tiles)
-        return Picture(outcome.text, tuple(tiles))
+        return await asyncio.to_thread(pictures.put, key, Picture(outcome.text, tuple(tiles)))
     slow = isinstance(outcome, Failed) and outcome.kind == KILLED
     said = outcome.message if isinstance(outcome, Failed) and not slow else ""
     message = said or "the image takes too much time or memory: send a smaller one"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Array, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm
 from bifolio.model.huggingface.json_object import JsonObject
-from bifolio.model.vision.layers import pooled
-from bifolio.model.vision.processing import BILINEAR, Processor, as_rgb, resized
+from bifolio.model.vision.decoding import resized
+from bifolio.model.vision.layers import pooled, square_rows
+from bifolio.model.vision.processing import Processor
+from bifolio.model.vision.resampling import BILINEAR
 from bifolio.model.vision.siglip import Siglip, SiglipSizes
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import PLAIN_ROWS, NewBatch, Normalisation, Picture, Pixels, RowLayout, Vision
+from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 TYPES = ("gemma3",)
@@ -34,8 +35,8 @@ class Gemma3Vision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        pixels = resized(as_rgb(image), self.height, self.width, self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, self.height, self.width, self.resample)
         return Picture(f"\n\n{BEGIN}{ROW * self.tokens}{END}\n\n", (pixels,))
 
     def num_rows(self, pixels: Pixels) -> int:
@@ -75,10 +76,16 @@ class Gemma3Tower:
             prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        vision, side = self.vision, self.vision.sizes.side
-        x = self.encoder.states(vision.normalisation(pixels), kernels, new_batch)
-        x = pooled(x, (side, side), side // math.isqrt(vision.tokens), kernels)
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.vision.sizes.patch_size, self.vision.normalisation.values)
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        side = self.vision.sizes.side
+        return square_rows(side, side, side // math.isqrt(self.vision.tokens), kernels)
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        x = pooled(self.encoder.states(values, batch, kernels), fixed, kernels)
         return kernels.linear(kernels.norm(x, self.norm), self.projection)
 
     def matrices(self) -> list[QuantizedTensor | Array]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import Array, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm, Rotation
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.gemma4_layers import Gemma4Sizes, Positions, channels_first, tower_layer
-from bifolio.model.vision.layers import TowerLayer, grid_rotation, pooled, rope_frequencies
-from bifolio.model.vision.processing import BICUBIC, Processor, as_rgb, resized
+from bifolio.model.vision.layers import TowerLayer, grid_rotation, pooled, rope_frequencies, square_rows
+from bifolio.model.vision.processing import Processor
+from bifolio.model.vision.resampling import BICUBIC
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import NewBatch, Normalisation, Picture, Pixels, RowLayout, Tower, Vision, patches_of
+from bifolio.model.vision.tower import Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Tower, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 UNIFIED = "gemma4_unified"
@@ -38,9 +39,8 @@ class Gemma4Vision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        rgb = as_rgb(image)
-        pixels = resized(rgb, *self.fitting(rgb.height, rgb.width), self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, *self.fitting(*pixels.shape[:2]), self.resample)
         return Picture(f"{BEGIN}{ROW * self.num_rows(pixels)}{END}", (pixels,))
 
     def fitting(self, height: int, width: int) -> tuple[int, int]:
@@ -67,12 +67,11 @@ class Gemma4Vision(Vision):
     def load(self, source: TowerTensors) -> Tower:
         return _tower(source, self) if self.sizes.num_layers else _projection(source, self)
 
-    def patches(self, pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """The values of the patches of a tile, their columns and their rows."""
-        size = self.sizes.patch_size
-        height, width = (edge // size for edge in pixels.shape[:2])
+    def places(self, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The columns and the rows of the patches of a tile."""
+        height, width = height // self.sizes.patch_size, width // self.sizes.patch_size
         rows, columns = np.divmod(np.arange(height * width), width)
-        return patches_of(self.normalisation(pixels), size), columns, rows
+        return columns, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +105,27 @@ class Gemma4Tower:
             prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        sizes = self.vision.sizes
-        values, columns, rows = self.vision.patches(pixels)
-        x = kernels.linear(kernels.from_host(2 * (values - np.float32(0.5))), self.input)
-        x = self.positions.added(x, columns, rows, kernels)
+    @property
+    def cut(self) -> Cut:
+        values = self.vision.normalisation.values
+        return Cut(self.vision.sizes.patch_size, 2 * (values - np.float32(0.5)))
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        sizes, (columns, rows) = self.vision.sizes, self.vision.places(height, width)
         own = rope_frequencies(sizes.head_dim // 2, sizes.theta)
-        rotation, batch = grid_rotation(columns, rows, (own, own), kernels), new_batch(len(values))
+        rotation = grid_rotation(columns, rows, (own, own), kernels)
+        parts = square_rows(height // sizes.patch_size, width // sizes.patch_size, sizes.pool, kernels)
+        first = kernels.from_host(np.zeros(parts[0].shape[0], np.int64))
+        return kernels.from_host(columns), kernels.from_host(rows), *rotation, first, *parts
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        sizes, (columns, rows, cos, sin, first, *parts) = self.vision.sizes, fixed
+        x = self.positions.added(kernels.linear(values, self.input), columns, rows, kernels)
         for layer in self.layers:
-            x = layer(x, rotation, batch, kernels)
-        height, width = (edge // sizes.patch_size for edge in pixels.shape[:2])
-        x = pooled(x, (height, width), sizes.pool, kernels)
+            x = layer(x, Rotation(cos, sin), batch, kernels)
+        x = pooled(x, tuple(parts), kernels)
         if self.scale is not None and self.shift is not None:
-            copies = kernels.take(self.shift, kernels.from_host(np.zeros(len(x), np.int64)))
+            copies = kernels.take(self.shift, first)
             x = kernels.add(kernels.join_columns([(x, 0, sizes.hidden_size)], self.scale), copies)
         return kernels.linear(kernels.norm(x, self.norm), self.projection)
 
@@ -155,10 +162,17 @@ class Gemma4Projection:
             prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        values, columns, rows = self.vision.patches(pixels)
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.vision.sizes.patch_size, self.vision.normalisation.values)
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        return tuple(kernels.from_host(each) for each in self.vision.places(height, width))
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
         of_values, of_products, of_places, last = self.norms
-        x = kernels.linear(kernels.norm(kernels.from_host(values), of_values), self.input)
+        columns, rows = fixed
+        x = kernels.linear(kernels.norm(values, of_values), self.input)
         x = self.positions.added(kernels.norm(x, of_products), columns, rows, kernels)
         return kernels.linear(kernels.norm(kernels.norm(x, of_places), last), self.projection)
 

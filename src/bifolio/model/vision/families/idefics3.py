@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Array, KernelSet, Linear
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import square_rows
-from bifolio.model.vision.processing import LANCZOS, Processor, as_rgb
+from bifolio.model.vision.processing import Processor
+from bifolio.model.vision.resampling import LANCZOS
 from bifolio.model.vision.siglip import Siglip, SiglipSizes
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import PLAIN_ROWS, NewBatch, Normalisation, Picture, Pixels, RowLayout, Vision
+from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 TYPES = ("smolvlm", "idefics3")
@@ -37,26 +38,23 @@ class Idefics3Vision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        rgb, tile = as_rgb(image), self.sizes.image_size
-        rgb = self._resized(rgb, *longest(rgb.height, rgb.width, self.longest_edge))
+    def picture(self, pixels: Pixels) -> Picture:
+        tile, (height, width, _) = self.sizes.image_size, pixels.shape
+        height, width = longest(height, width, self.longest_edge)
+        pixels = resized(pixels, height, width, self.resample)
         if not self.splits:
-            return Picture(self._text(0, 0), (np.asarray(self._resized(rgb, tile, tile)),))
-        height, width = whole_tiles(rgb.height, rgb.width, tile)
-        rgb = self._resized(rgb, height, width)
+            return Picture(self._text(0, 0), (resized(pixels, tile, tile, self.resample),))
+        height, width = whole_tiles(height, width, tile)
+        pixels = resized(pixels, height, width, self.resample)
         if max(height, width) <= tile:
-            return Picture(self._text(0, 0), (np.asarray(rgb),))
-        pixels = np.asarray(rgb)
+            return Picture(self._text(0, 0), (pixels,))
         rows, columns = height // tile, width // tile
         parts = [
             np.ascontiguousarray(pixels[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile])
             for row in range(rows)
             for column in range(columns)
         ]
-        return Picture(self._text(rows, columns), (*parts, np.asarray(self._resized(rgb, tile, tile))))
-
-    def _resized(self, image: Any, height: int, width: int) -> Any:
-        return image.resize((width, height), resample=self.resample)
+        return Picture(self._text(rows, columns), (*parts, resized(pixels, tile, tile, self.resample)))
 
     def _text(self, rows: int, columns: int) -> str:
         image = ROW * self.num_tile_rows
@@ -101,12 +99,17 @@ class Idefics3Tower:
         projection = kernels.prepare_linear(self.projection)
         return replace(self, encoder=self.encoder.prepared(kernels), projection=projection, prepared_for=kernels)
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        vision, side = self.vision, self.vision.sizes.side
-        x = self.encoder.states(vision.normalisation(pixels), kernels, new_batch)
-        size = vision.sizes.hidden_size
-        places = [kernels.take(x, kernels.from_host(rows)) for rows in square_rows((side, side), vision.merge)]
-        joined = kernels.join_columns([(place, 0, size) for place in places])
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.vision.sizes.patch_size, self.vision.normalisation.values)
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        side = self.vision.sizes.side
+        return square_rows(side, side, self.vision.merge, kernels)
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        x, size = self.encoder.states(values, batch, kernels), self.vision.sizes.hidden_size
+        joined = kernels.join_columns([(kernels.take(x, rows), 0, size) for rows in fixed])
         return kernels.linear(joined, self.projection)
 
     def matrices(self) -> list[QuantizedTensor | Array]:

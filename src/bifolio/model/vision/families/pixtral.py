@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Array, AttentionShape, Batch, KernelSet, Linear, Norm, Rotation
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import TowerLayer, grid_rotation, rope_frequencies, square_rows
-from bifolio.model.vision.processing import BICUBIC, CLIP_MEAN, CLIP_STD, Processor, as_rgb, resized
+from bifolio.model.vision.processing import CLIP_MEAN, CLIP_STD, Processor
+from bifolio.model.vision.resampling import BICUBIC
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import (
-    PLAIN_ROWS,
-    NewBatch,
-    Normalisation,
-    Picture,
-    Pixels,
-    RowLayout,
-    Vision,
-    patches_of,
-)
+from bifolio.model.vision.tower import PLAIN_ROWS, Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 TYPES = ("mistral3",)
@@ -92,9 +85,8 @@ class PixtralVision(Vision):
     resample: int
     normalisation: Normalisation
 
-    def read(self, image: Any) -> Picture:
-        rgb = as_rgb(image)
-        pixels = resized(rgb, *self.fitting(rgb.height, rgb.width), self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, *self.fitting(*pixels.shape[:2]), self.resample)
         lines, rows = (edge // self.square for edge in pixels.shape[:2])
         return Picture(BREAK.join([ROW * rows] * lines) + END, (pixels,))
 
@@ -171,18 +163,23 @@ class PixtralTower:
             prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
-        vision, sizes = self.vision, self.vision.sizes
-        height, width = (edge // sizes.patch_size for edge in pixels.shape[:2])
-        values = patches_of(vision.normalisation(pixels), sizes.patch_size)
-        x = kernels.norm(kernels.linear(kernels.from_host(values), self.patches), self.norm)
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.vision.sizes.patch_size, self.vision.normalisation.values)
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        sizes = self.vision.sizes
+        height, width = height // sizes.patch_size, width // sizes.patch_size
         rotation = grid_rotation(*np.divmod(np.arange(height * width), width), pixtral_frequencies(sizes), kernels)
-        batch = new_batch(height * width)
+        return *rotation, *square_rows(height, width, self.vision.merge, kernels)
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        vision, (cos, sin, *places) = self.vision, fixed
+        x = kernels.norm(kernels.linear(values, self.patches), self.norm)
         for layer in self.layers:
-            x = layer(x, rotation, batch, kernels)
+            x = layer(x, Rotation(cos, sin), batch, kernels)
         x = kernels.norm(x, self.merge_norm)
-        places = [kernels.take(x, kernels.from_host(rows)) for rows in square_rows((height, width), vision.merge)]
-        joined = kernels.join_columns([(place, 0, sizes.hidden_size) for place in places])
+        joined = kernels.join_columns([(kernels.take(x, rows), 0, vision.sizes.hidden_size) for rows in places])
         merged = kernels.linear(kernels.linear(joined, self.merger), self.first)
         return kernels.linear(kernels.act(merged, vision.activation), self.second)
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm, Routing
+from bifolio.kernels.interface import Array, AttentionShape, Batch, KernelSet, Linear, Norm, Rotation, Routing
 from bifolio.model.huggingface.json_object import JsonObject
+from bifolio.model.vision.decoding import resized
 from bifolio.model.vision.layers import TowerLayer, grid_rotation, rope_frequencies
-from bifolio.model.vision.processing import BICUBIC, CLIP_MEAN, CLIP_STD, Processor, as_rgb, resized
+from bifolio.model.vision.processing import CLIP_MEAN, CLIP_STD, Processor
+from bifolio.model.vision.resampling import BICUBIC
 from bifolio.model.vision.tensors import TowerTensors
-from bifolio.model.vision.tower import NewBatch, Normalisation, Picture, Pixels, RowLayout, Vision, patches_of
+from bifolio.model.vision.tower import Cut, Fixed, Normalisation, Picture, Pixels, RowLayout, Vision
 from bifolio.quant.tensor import QuantizedTensor
 
 TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -73,10 +75,8 @@ class QwenVision(Vision):
     normalisation: Normalisation
     sections: tuple[int, ...]  # frequencies of each position, interleaved
 
-    def read(self, image: Any) -> Picture:
-        rgb = as_rgb(image)
-        height, width = self.fitting(rgb.height, rgb.width)
-        pixels = resized(rgb, height, width, self.resample)
+    def picture(self, pixels: Pixels) -> Picture:
+        pixels = resized(pixels, *self.fitting(*pixels.shape[:2]), self.resample)
         return Picture(PAD * self.num_rows(pixels), (pixels,))
 
     def fitting(self, height: int, width: int) -> tuple[int, int]:
@@ -172,18 +172,25 @@ class QwenTower:
             prepared_for=kernels,
         )
 
-    def rows(self, pixels: Pixels, kernels: KernelSet, new_batch: NewBatch) -> Array:
+    @property
+    def cut(self) -> Cut:
         sizes = self.vision.sizes
-        height, width = (edge // sizes.patch_size for edge in pixels.shape[:2])
+        return Cut(sizes.patch_size, self.vision.normalisation.values, sizes.merge)
+
+    def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
+        sizes = self.vision.sizes
+        height, width = height // sizes.patch_size, width // sizes.patch_size
         order = squares_first(height, width, sizes.merge)
-        values = patches_of(self.vision.normalisation(pixels), sizes.patch_size)[order]
-        x = kernels.linear(kernels.from_host(values), self.patches)
-        x = kernels.add(x, interpolated(self.positions, sizes.side, height, width, order, kernels))
         own = rope_frequencies(sizes.hidden_size // sizes.num_heads // 2, THETA)
         rotation = grid_rotation(order // width, order % width, (own, own), kernels)
-        batch, found = new_batch(len(order)), []
+        return interpolated(self.positions, sizes.side, height, width, order, kernels), *rotation
+
+    def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
+        sizes, (positions, cos, sin) = self.vision.sizes, fixed
+        x = kernels.add(kernels.linear(values, self.patches), positions)
+        found = []
         for number, layer in enumerate(self.layers):
-            x = layer(x, rotation, batch, kernels)
+            x = layer(x, Rotation(cos, sin), batch, kernels)
             if number in sizes.taps:
                 found.append(self.tapped[sizes.taps.index(number)](x, kernels))
         size = sizes.text_size

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Drafts of a head as CUDA graphs: a pass over hidden states of the target, then the whole chain of drafts.
+"""Drafts of a head: a pass over hidden states of the target, then the whole chain of drafts in one launch.
 
     first    tokens and states of each sequence, up to the newest       -> hidden state of its last token
     chain    draw a draft token, run the head on it and on its own hidden state, draw the next, ...
@@ -7,15 +7,14 @@
 The first pass reads states that the host has kept (`draft`), or those of a verification that was just launched, up to
 the tokens that the device has accepted (`follow`): then the host waits for neither. Slots of the batch are slots of a
 state of their own (`DeviceState`): block tables that begin with the head's context, and copies of the sampling
-parameters. Drafts stay on the device, where the next verification reads them, and reach the host beside its tokens.
+parameters. Drafts stay on the device, where the next verification reads them, and reach the host with its tokens.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,58 +23,75 @@ import triton.language as tl
 
 from bifolio.errors import PhaseError
 from bifolio.kernels.interface import AttentionSegment, Batch, DraftNetwork, SplitNetwork, Storage
-from bifolio.kernels.triton.cuda_graphs import TURNS, GraphKernels, GraphRecorder
-from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
+from bifolio.kernels.triton.device_state import DeviceState, begin_step
+from bifolio.kernels.triton.graphs.graph_cache import CapturedPass, GraphCache
+from bifolio.kernels.triton.graphs.results import TURNS, PendingDrafts, Ring
+from bifolio.kernels.triton.graphs.sizes import HEAD_PROMPTS, INTERPRETED_HEAD, SEQUENCES, padded, sequence_sizes
 from bifolio.kernels.triton.lazy_fusion import tensor
-from bifolio.kernels.triton.prompt_graphs import PromptGraphs, Sizes
-from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
-from bifolio.kernels.triton.verify_steps import MOST_DRAFTS, MOST_ROWS, VerifyKey, VerifySteps
+from bifolio.kernels.triton.sampling import Mode, choose_tokens
+from bifolio.kernels.triton.step.decodes import GraphKernels
+from bifolio.kernels.triton.step.prompts import Prompts
+from bifolio.kernels.triton.step.verifications import MOST_DRAFTS, MOST_ROWS, Verifications
 
-ON_GPU = Sizes((4, 8, 16, 32, 64, 128, 256), 32)
-INTERPRETED = Sizes((8, 24), 4)
-ROWS = (1, 2, 4, 8, 16, 32)  # sequences of a chain: fewer are padded to the next of these numbers
+POOL = "head"  # of graphs: states and tokens of a verification are read after the head's passes, too
 
 
-@dataclass(slots=True)
-class Chain:
-    """The graph of one number of rows and of drafts, and its static inputs."""
+class ChainKey(NamedTuple):
+    """A chain of drafts."""
 
-    rows: torch.Tensor  # i32[r]  slots; -1: padding
-    hidden: torch.Tensor  # [r, d]  of the token before the first draft
+    size: int  # sequences
+    length: int  # drafts
     mode: Mode
-    layout: tuple[torch.Tensor, ...]  # token ids, positions, index, contexts, table rows of a pass
-    turns: list[torch.Tensor]  # i32[1] of each draft
-    results: list[Results]  # of each draft
-    pieces: dict[int, Any] = field(default_factory=dict)
-    graph: Any = None
-    next_turn: int = 0
 
 
-@dataclass(slots=True)
-class FirstPass:
-    """The graph of the head's pass over the states of a verification."""
+class FirstKey(NamedTuple):
+    """The head's pass over the states of a verification."""
 
-    pieces: dict[int, Any] = field(default_factory=dict)
-    graph: Any = None
-
-
-@dataclass(slots=True)
-class PendingDrafts:
-    """Drafts in flight."""
-
-    results: list[Results]
-    turn: int
-    count: int
-    event: Any = None
-
-    def wait(self) -> np.ndarray:
-        """i32[n, length]; -1 where no token can be sampled."""
-        if self.event is not None:
-            self.event.synchronize()
-        return np.stack([each.chosen[self.turn].numpy()[: self.count] for each in self.results], axis=1)
+    size: int  # sequences
+    width: int  # tokens of each
 
 
-class DraftSteps:
+class ChainPass(CapturedPass):
+    """The chain of a key; its rows and the hidden states before the first draft are those of all chains."""
+
+    def __init__(self, steps: HeadSteps, key: ChainKey) -> None:
+        device = steps.state.device
+
+        def integers(dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(key.size, dtype=dtype, device=device)
+
+        self._steps, self.mode = steps, key.mode
+        self.rows, self.hidden = steps.rows[: key.size], steps.hidden[: key.size]
+        # Token ids, positions, index, contexts, table rows of a pass.
+        self.layout = integers(), integers(), integers(torch.int64), integers(), integers()
+        self.rings = [Ring(key.size, key.mode, device) for _ in range(key.length)]
+        self.pieces: dict[int, Any] = {}
+
+    def run(self) -> None:
+        self._steps.run_chain(self)
+
+    def recorded(self) -> None:
+        for ring in self.rings:
+            ring.restart()
+
+    def drafts(self, count: int) -> PendingDrafts:
+        """The drafts of the launch that was just made."""
+        turns = [ring.take() for ring in self.rings]
+        return PendingDrafts(self.rings, turns[0], count, self.event())
+
+
+class FirstPass(CapturedPass):
+    """The head's pass over the states of a verification."""
+
+    def __init__(self, steps: HeadSteps, key: FirstKey) -> None:
+        self._steps, self.key = steps, key
+        self.pieces: dict[int, Any] = {}
+
+    def run(self) -> None:
+        self._steps.run_first(self)
+
+
+class HeadSteps:
     """Launches the passes of a head."""
 
     def __init__(
@@ -86,22 +102,20 @@ class DraftSteps:
         source: DeviceState,
         vocab_size: int,
         mode_of: Callable[[np.ndarray], Mode],  # of draws for slots
-        verify: VerifySteps,
+        verify: Verifications,
+        cache: GraphCache,
     ) -> None:
         self._kernels, self._network, self._storage, self._source = kernels, network, storage, source
-        self._vocab_size, self._mode_of, self._verify = vocab_size, mode_of, verify
-        device, sizes = source.device, ON_GPU if source.on_gpu else INTERPRETED
-        self._state = DeviceState(source.num_slots, source.max_blocks, device)
+        self._vocab_size, self._mode_of, self._verify, self._cache = vocab_size, mode_of, verify, cache
+        device, sizes = source.device, HEAD_PROMPTS if source.on_gpu else INTERPRETED_HEAD
+        self.state = DeviceState(source.num_slots, source.max_blocks, device)
         self._tables = np.zeros((source.num_slots, source.max_blocks), np.int32)  # as they were sent
-        self._recorder = GraphRecorder(device)
         split = SplitNetwork(
             network.from_target, network.logits, network.prompt_segment, given_width=network.given_width
         )
-        self._passes = PromptGraphs(
-            kernels, split, (network.shape,), network.decode_segment, storage, self._state, self._recorder, sizes
+        self._passes = Prompts(
+            kernels, split, (network.shape,), network.decode_segment, storage, self.state, cache, sizes, POOL
         )
-        self._chains: dict[tuple[int, int, Mode], Chain] = {}
-        self._first: dict[tuple[int, int], FirstPass] = {}  # by sequences and tokens of each
         ids = network.token_ids
         self._ids = None if ids is None else torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(device)
 
@@ -110,8 +124,8 @@ class DraftSteps:
 
         self._entries = integers(source.num_slots)  # of each slot's head
         self._starts = integers(source.num_slots)  # position of the first entry of its context
-        self._rows = integers(ROWS[-1])  # slots of the chain; -1: padding
-        self._hidden = torch.zeros((ROWS[-1], network.hidden_size), dtype=torch.float32, device=device)
+        self.rows = integers(SEQUENCES[-1])  # slots of the chain; -1: padding
+        self.hidden = torch.zeros((SEQUENCES[-1], network.hidden_size), dtype=torch.float32, device=device)
         self._layout = (*(integers(MOST_ROWS) for _ in range(4)), integers(MOST_ROWS, torch.int64))  # of first passes
 
     def draft(
@@ -125,21 +139,27 @@ class DraftSteps:
     ) -> PendingDrafts | None:
         """Draft `length` tokens for each slot; None if there are too many slots or tokens."""
         count = len(slots)
-        if count > min(ROWS[-1], self._state.num_slots) or length > MOST_DRAFTS:
+        if count > min(SEQUENCES[-1], self.state.num_slots) or length > MOST_DRAFTS:
             return None
         self._set_tables(slots, tables)
         hidden = self._passes.hidden_rows(batch, slots)
         if hidden is None:
             return None
-        chain = self._chain(self._size(count), length, self._draw_mode(slots))
+        chain = self._chain(ChainKey(self._size(count), length, self._draw_mode(slots)))
         words = np.full((4, len(chain.rows)), -1)
         words[:, :count] = slots, positions - 1, entries, positions - 1 - entries
         sent = self._source.send_words(words.astype(np.int32).reshape(-1)).view(4, -1)
         self._copy_sampling()
         chain.rows.copy_(sent[0])
-        _set_kernel[(count,)](sent, self._state.lengths, self._entries, self._starts, len(chain.rows), num_warps=1)
+        _set_kernel[(count,)](sent, self.state.lengths, self._entries, self._starts, len(chain.rows), num_warps=1)
         chain.hidden[:count] = hidden
-        return self._launch(chain, length, count)
+        chain.launch()
+        return chain.drafts(count)
+
+    def read(self, batch: Batch, tables: np.ndarray, slots: np.ndarray) -> bool:
+        """Write the head's entries of tokens without drafting; False if there are too many."""
+        self._set_tables(slots, tables)
+        return self._passes.hidden_rows(batch, slots) is not None
 
     def follow(self, slots: np.ndarray, tables: np.ndarray, length: int) -> PendingDrafts:
         """Draft `length` tokens after those that the last verification accepts, which has these slots (i32[n]).
@@ -149,28 +169,26 @@ class DraftSteps:
         key = self._verify.last
         if key is None:
             raise PhaseError("no verification was launched: call `DeviceSlots.verify` first")
-        first, chain = self._first_pass(key), self._chain(key.size, length, self._draw_mode(slots))
+        first = self._first(FirstKey(key.size, key.width))
+        chain = self._chain(ChainKey(key.size, length, self._draw_mode(slots)))
         self._set_tables(slots, tables)
-        self._state.send()
-        if first.graph is None:
-            self._run_first(first, key.size, key.width)
-        else:
-            first.graph.replay()
-        return self._launch(chain, length, len(slots))
+        self.state.send()
+        first.launch()
+        chain.launch()
+        return chain.drafts(len(slots))
 
     def warm_up(self, longest: int) -> None:
         """Capture all steps of greedy drafts and of those drawn with filters now."""
         self._passes.capture_all()
         modes, lengths = (Mode(), Mode("filter")), sorted({1, min(2, longest), longest}, reverse=True)
         self._verify.capture_all(lengths, modes)
-        for size in reversed(ROWS):
-            if size <= self._state.num_slots:
-                for length in range(longest, 0, -1):
-                    for mode in modes:
-                        self._chain(size, length, mode)
-                for length in lengths:
-                    if size * (length + 1) <= MOST_ROWS:
-                        self._first_pass(VerifyKey(size, length + 1, Mode()))
+        for size in reversed(sequence_sizes(self.state.num_slots)):
+            for length in range(longest, 0, -1):
+                for mode in modes:
+                    self._chain(ChainKey(size, length, mode))
+            for length in lengths:
+                if size * (length + 1) <= MOST_ROWS:
+                    self._first(FirstKey(size, length + 1))
 
     def _draw_mode(self, slots: np.ndarray) -> Mode:
         return self._mode_of(slots)._replace(logprobs=False)
@@ -187,45 +205,41 @@ class DraftSteps:
                 first, end = int(changed[0]), int(changed[-1]) + 1
                 known[: min(end, width)] = table[: min(end, width)]
                 known[width:] = 0
-                self._state.set_blocks(slot, first, known[first:end])
+                self.state.set_blocks(slot, first, known[first:end])
 
     def _copy_sampling(self) -> None:
         """Let all slots sample like those of the batch; lengths are copied, too."""
-        for theirs, own in zip(self._source.columns, self._state.columns, strict=True):
+        for theirs, own in zip(self._source.columns, self.state.columns, strict=True):
             own.copy_(theirs)
 
     def _size(self, count: int) -> int:
-        return ROWS[bisect_left(ROWS, count)] if self._state.on_gpu else count
+        return padded(SEQUENCES, count) if self.state.on_gpu else count
 
-    def _launch(self, chain: Chain, length: int, count: int) -> PendingDrafts:
-        if chain.graph is None:
-            self._run(chain)
-        else:
-            chain.graph.replay()
-        turn, chain.next_turn = chain.next_turn, (chain.next_turn + 1) % TURNS
-        return PendingDrafts(chain.results, turn, count, None if chain.graph is None else recorded_event())
+    def _segment(self, count: int, contexts: torch.Tensor) -> AttentionSegment:
+        return replace(
+            self._network.decode_segment(count),
+            block_tables=self.state.tables,
+            context_lens=contexts,
+            max_context_len=self.state.max_blocks * self._storage.block_size,
+        )
 
     # -- the first pass after a verification ---------------------------------------------------------------------------
-    def _first_pass(self, key: VerifyKey) -> FirstPass:
-        if key[:2] not in self._first:
-            self._first[key[:2]] = first = FirstPass()
-            if self._state.on_gpu:
-                first.graph = self._recorder.record(lambda: self._run_first(first, key.size, key.width))
-        return self._first[key[:2]]
+    def _first(self, key: FirstKey) -> FirstPass:
+        return self._cache.find(key, lambda: FirstPass(self, key), POOL)
 
-    def _run_first(self, first: FirstPass, size: int, width: int) -> None:
+    def run_first(self, first: FirstPass) -> None:
         """Run the head on all tokens of the verification, and keep the hidden states of the last accepted ones.
 
         Entries of tokens that were not accepted are written anew with the tokens that take their places.
         """
-        inputs, count = self._verify.inputs, size * width
+        inputs, (size, width) = self._verify.inputs, first.key
+        count, block = size * width, 64
         self._copy_sampling()
         torch.sub(self._source.lengths, self._starts, out=self._entries).clamp_(min=0)
         tokens, positions, contexts, table_rows, index = (part[:count] for part in self._layout)
-        block = 64
         _begin_first_kernel[(triton.cdiv(count, block),)](
-            inputs.rows(count), self._verify.sampled.tokens, inputs.places, self._starts, self._state.ropes,
-            self._state.tables, tokens, positions, index, contexts, table_rows, count, self._state.tables.stride(0),
+            inputs.rows(count), self._verify.sampled.tokens, inputs.places, self._starts, self.state.ropes,
+            self.state.tables, tokens, positions, index, contexts, table_rows, count, self.state.tables.stride(0),
             BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
         segment = self._segment(count, contexts)
@@ -233,62 +247,40 @@ class DraftSteps:
         given = None if inputs.taps is None else inputs.taps[:count] * self._network.state_scale
         batch = Batch(tokens, positions, index, (segment,), None, given=given)
         hidden = tensor(self._network.from_target(self._kernels, batch, self._storage))
-        self._hidden[:size].copy_(hidden.index_select(0, inputs.last[:size]))
-        self._rows[:size].copy_(inputs.rows(count).view(size, width)[:, 0])
-
-    def _segment(self, count: int, contexts: torch.Tensor) -> AttentionSegment:
-        return replace(
-            self._network.decode_segment(count),
-            block_tables=self._state.tables,
-            context_lens=contexts,
-            max_context_len=self._state.max_blocks * self._storage.block_size,
-        )
+        self.hidden[:size].copy_(hidden.index_select(0, inputs.last[:size]))
+        self.rows[:size].copy_(inputs.rows(count).view(size, width)[:, 0])
 
     # -- the chain -----------------------------------------------------------------------------------------------------
-    def _chain(self, size: int, length: int, mode: Mode) -> Chain:
-        key = size, length, mode
-        if key not in self._chains:
-            self._chains[key] = chain = self._new_chain(size, length, mode)
-            if self._state.on_gpu:
-                self._rows.fill_(-1)  # recording runs the chain
-                chain.graph = self._recorder.record(lambda: self._run(chain))
-                for turn in chain.turns:
-                    turn.fill_(TURNS - 1)  # recording used one buffer
-        return self._chains[key]
+    def _chain(self, key: ChainKey) -> ChainPass:
+        return self._cache.find(key, lambda: self._new_chain(key), POOL)
 
-    def _new_chain(self, size: int, length: int, mode: Mode) -> Chain:
-        device = self._state.device
+    def _new_chain(self, key: ChainKey) -> ChainPass:
+        """A chain whose rows are padding, since recording runs it."""
+        self.rows.fill_(-1)
+        return ChainPass(self, key)
 
-        def integers(dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        layout = integers(), integers(), integers(torch.int64), integers(), integers()
-        turns = [torch.full((1,), TURNS - 1, dtype=torch.int32, device=device) for _ in range(length)]
-        results = [Results.new(TURNS, size, mode, pinned=self._state.on_gpu) for _ in range(length)]
-        return Chain(self._rows[:size], self._hidden[:size], mode, layout, turns, results)
-
-    def _run(self, chain: Chain) -> None:
+    def run_chain(self, chain: ChainPass) -> None:
         hidden: Any = chain.hidden
-        for number, (turn, results) in enumerate(zip(chain.turns, chain.results, strict=True)):
-            self._begin(chain, turn)
+        for number, ring in enumerate(chain.rings):
+            self._begin(chain, ring.turn)
             if number:
                 hidden = self._pass(chain, hidden)
                 self._entries.add_(1)
             logits = self._whole(tensor(self._network.logits(self._kernels, hidden)))
-            choose_tokens(logits, chain.rows, self._state, turn, results, chain.mode)
+            choose_tokens(logits, chain.rows, self.state, ring.turn, ring.results, chain.mode)
             _keep_kernel[(len(chain.rows),)](
-                chain.rows, self._state.tokens, self._verify.drafts, number, MOST=MOST_DRAFTS, num_warps=1
+                chain.rows, self.state.tokens, self._verify.drafts, number, MOST=MOST_DRAFTS, num_warps=1
             )
 
-    def _begin(self, chain: Chain, turn: torch.Tensor) -> None:
+    def _begin(self, chain: ChainPass, turn: torch.Tensor) -> None:
         """Lay out the newest draft token of every row, at its place in the head's context."""
         tokens, positions, index, contexts, table_rows = chain.layout
         begin_step(
-            chain.rows, self._state.tables, self._entries, self._state.ropes, self._state.tokens, tokens, positions,
+            chain.rows, self.state.tables, self._entries, self.state.ropes, self.state.tokens, tokens, positions,
             index, contexts, table_rows, turn, self._storage.block_size, TURNS,
         )  # fmt: skip
 
-    def _pass(self, chain: Chain, hidden: Any) -> torch.Tensor:
+    def _pass(self, chain: ChainPass, hidden: Any) -> torch.Tensor:
         """The head on its own hidden states: [r, d]"""
         tokens, positions, index, contexts, table_rows = chain.layout
         segment = self._segment(len(chain.rows), contexts)

@@ -1,22 +1,21 @@
 # mypy: disallow-untyped-decorators=False
-"""Steps with prompts or drafts as CUDA graphs: captured for a few numbers of tokens, so that a step is one launch.
+"""Steps with prompts or drafts: a pass for a few numbers of tokens, so that a step is one launch.
 
     tokens  |<- decodes, one token each ->|<--- prompt 0 --->|<- prompt 1 ->|<- padding ->|
 
 Launched kernel by kernel, a step of some hundred tokens takes the host longer than the device. The inputs of a captured
 step are one array of words that the host sends. Decodes read their contexts in pieces (`split_kv`), prompts by tiles of
 queries (`prefill`); recurrent layers read a plan of fixed size (`scan_plan`); unused pieces, tiles and chunks end at
-once. Decodes with drafts are laid out like chunks of prompts. The graph ends with the hidden states: the number of
+once. Decodes with drafts are laid out like chunks of prompts. The pass ends with the hidden states: the number of
 tokens whose logits are read varies, so the output layer is launched after it. The states that a draft head reads
 (`Batch.taps`) stay on the device until the next step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,84 +33,70 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.triton.adapter_slots import AdapterSlots, Layout, StagedAdapters
-from bifolio.kernels.triton.cuda_graphs import GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState
+from bifolio.kernels.triton.graphs.graph_cache import CapturedPass, GraphCache
+from bifolio.kernels.triton.graphs.sizes import Sizes, padded
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.query_tiles import QueryTiles, tiles_of
 from bifolio.kernels.triton.scan_plan import PlanSizes, StagedStates
 from bifolio.kernels.triton.split_kv import Pieces
+from bifolio.kernels.triton.step.decodes import GraphKernels
 
 
-class Sizes(NamedTuple):
-    """The steps that are captured."""
+class PromptKey(NamedTuple):
+    """A step with prompts."""
 
-    tokens: tuple[int, ...]  # smaller steps are padded to the next of these numbers
-    max_prompts: int
-
-    def most_tiles(self, num_tokens: int, rows: int) -> int:
-        """Tiles of any prompts with so many tokens together."""
-        return num_tokens // rows + self.max_prompts
+    pool: str  # of the model or of a draft head
+    size: int  # tokens
+    adapts: Layout | None = None  # of the adapters that it serves; None: tokens have none
+    reads_rows: bool = False  # `Batch.given`
 
 
-SMALL = (4, 8, 16)  # tokens of a few sequences with drafts
-# Not 448: cuBLAS takes longer for it than for 512 with some large matrices.
-ON_GPU = Sizes((32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048), 32)
-INTERPRETED = Sizes((8, 24), 3)  # Triton's interpreter takes long for unused tiles
+class PromptPass(CapturedPass):
+    """The step of one number of tokens; its inputs are views of `words`."""
 
-
-@dataclass(slots=True)
-class PromptStep:
-    """The graph of one number of tokens and its static inputs, which are views of `words`."""
-
-    words: torch.Tensor  # i32
-    token_ids: torch.Tensor  # i32[t]  -1: the newest token of the slot
-    positions: torch.Tensor  # i32[t]  as of `Batch`
-    slots: torch.Tensor  # i32[t]  slot of each token; -1: padding
-    places: torch.Tensor  # i32[t]  cache index of K and V; padding: in the padding block
-    contexts: torch.Tensor  # i32[d]  of decodes; 0: none
-    table_rows: torch.Tensor  # i32[d]  slots of decodes
-    tiles: dict[int, QueryTiles]  # by their rows; the sequence after the last prompt is empty
-    known_ids: torch.Tensor  # i32[t]  token ids, newest tokens included
-    index: torch.Tensor  # i64[t]  cache index of K and V
-    plan: PlanSizes | None = None  # of recurrent layers
-    states: StagedStates | None = None  # of recurrent layers, at the end of `words`
-    adapters: StagedAdapters | None = None  # of the tokens, whose words follow the others; None: they have none
-    graph: Any = None
-
-    @classmethod
-    def new(
-        cls,
-        sizes: Sizes,
-        size: int,
-        num_decodes: int,
-        rows_of_tiles: list[int],
-        device: str,
-        plan: PlanSizes | None = None,
-    ) -> PromptStep:
-        most = sizes.max_prompts
+    def __init__(self, steps: Prompts, key: PromptKey) -> None:
+        sizes, size, device = steps.sizes, key.size, steps.state.device
+        most, segment, attention = sizes.max_prompts, steps.segment(size), steps.kernels.attention
+        self.reads_rows = key.reads_rows
+        self._steps, num_decodes = steps, min(size, steps.state.num_slots)
+        self.plan: PlanSizes | None = None  # of recurrent layers
+        if steps.storage.layout.num_states:
+            self.plan = PlanSizes.of(size, num_decodes + most, most, chunked=not steps.kernels.deterministic)
+        rows_of_tiles = sorted(
+            {attention.rows_of_tile(shape, segment, steps.kernels.dtype, steps.storage) for shape in steps.shapes}
+        )
         parts = [size, size, size, size, num_decodes, num_decodes, most + 2, most + 1, most + 1]
         for rows in rows_of_tiles:
             parts += [sizes.most_tiles(size, rows)] * 2
-        parts.append(0 if plan is None else sum(plan.parts))
-        words = torch.zeros(sum(parts), dtype=torch.int32, device=device)
-        tokens, positions, slots, places, contexts, table_rows, starts, lengths, owners, *tiles, planned = torch.split(
-            words, parts
-        )
-        slots.fill_(-1)
-        states = None if plan is None else StagedStates.of_words(planned, plan)
-        if states is not None:
-            states.writes.fill_(-1)
-        cut = {
+        parts.append(0 if self.plan is None else sum(self.plan.parts))
+        self.words = torch.zeros(sum(parts), dtype=torch.int32, device=device)
+        found = torch.split(self.words, parts)
+        self.token_ids, self.positions = found[:2]  # i32[t]  -1: the newest token of the slot; as of `Batch`
+        self.slots = found[2].fill_(-1)  # i32[t]  slot of each token; -1: padding
+        self.places = found[3]  # i32[t]  cache index of K and V; padding: in the padding block
+        self.contexts, self.table_rows = found[4:6]  # i32[d]  of decodes, 0: none; slots of decodes
+        (starts, lengths, owners), tiles, planned = found[6:9], found[9:-1], found[-1]
+        self.tiles = {  # by their rows; the sequence after the last prompt is empty
             rows: QueryTiles(sequence, first, starts, lengths, owners)
             for rows, sequence, first in zip(rows_of_tiles, tiles[::2], tiles[1::2], strict=True)
         }
-        index = torch.zeros(size, dtype=torch.int64, device=device)
-        known = torch.zeros_like(tokens)
-        return cls(words, tokens, positions, slots, places, contexts, table_rows, cut, known, index, plan, states)
+        self.known_ids = torch.zeros_like(self.token_ids)  # i32[t]  token ids, newest tokens included
+        self.index = torch.zeros(size, dtype=torch.int64, device=device)  # i64[t]  cache index of K and V
+        self.states: StagedStates | None = None  # of recurrent layers, at the end of `words`
+        if self.plan is not None:
+            self.states = StagedStates.of_words(planned, self.plan)
+            self.states.writes.fill_(-1)
+        self.adapters: StagedAdapters | None = None  # of the tokens, whose words follow the others; None: none
+        if key.adapts is not None and steps.adapters is not None:
+            self.adapters = steps.adapters.staged(size)
+
+    def run(self) -> None:
+        self._steps.run(self)
 
 
 @dataclass(slots=True)
-class PromptGraphs:
+class Prompts:
     """Launches steps with prompts on the state of the slots."""
 
     kernels: GraphKernels
@@ -120,27 +105,28 @@ class PromptGraphs:
     decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     storage: Storage
     state: DeviceState
-    recorder: GraphRecorder
+    cache: GraphCache
     sizes: Sizes
+    pool: str = "steps"
     adapters: AdapterSlots | None = None
-    _steps: dict[tuple[int, Layout | None], PromptStep] = field(default_factory=dict)  # by number of tokens, adapters
     _pieces: dict[int, dict[int, Pieces]] = field(default_factory=dict)  # by number of decodes; the steps take turns
     _hidden: torch.Tensor | None = None  # [tokens of the largest step, d]
     _taps: torch.Tensor | None = None  # f32[tokens of the largest step, width]
     _given: torch.Tensor | None = None  # f32[tokens of the largest step, width]
 
     def logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
-        """f32[r, vocab]; None if no graph fits the batch. Does not wait for anything launched before."""
+        """f32[r, vocab]; None if no captured step fits the batch. Does not wait for anything launched before."""
         rows = self.hidden_rows(batch, slots)
         return None if rows is None else self.split.logits(self.kernels, rows)
 
     def hidden_rows(self, batch: Batch, slots: np.ndarray) -> torch.Tensor | None:
-        """[r, d]: hidden states of the tokens whose logits are read; None if no graph fits the batch."""
+        """[r, d]: hidden states of the tokens whose logits are read; None if no captured step fits the batch."""
         if not fits(self.sizes, batch):
             return None
-        size, own = self.sizes.tokens[bisect_left(self.sizes.tokens, batch.num_tokens)], self.adapters
+        size, own = padded(self.sizes.tokens, batch.num_tokens), self.adapters
         numbers = None if batch.adapters is None or own is None else own.numbers_of_rows(batch.adapters)
-        step = self._step(size, None if numbers is None or own is None else own.layout)
+        adapts = None if numbers is None or own is None else own.layout
+        step = self._step(size, adapts, reads_rows=batch.given is not None)
         words = words_of(self.sizes, step, batch, slots)
         groups = np.zeros(0, np.int32) if numbers is None or own is None else own.words(numbers, size)
         rows = np.arange(batch.num_tokens) if batch.logit_rows is None else batch.logit_rows
@@ -150,45 +136,30 @@ class PromptGraphs:
             step.adapters.put(sent[len(words) : len(words) + len(groups)])
         if batch.given is not None and self._given is not None:
             self._given[: batch.num_tokens] = batch.given
-        if step.graph is None:
-            self._run(step)
-        else:
-            step.graph.replay()
+        step.launch()
         return tensor(self.kernels.take(self._hidden, sent[len(words) + len(groups) :]))
 
     def states(self, count: int) -> torch.Tensor:
-        """f32[count, width]: a copy of the states that the last step gave out for its first tokens."""
+        """f32[count, width]: a copy of the states that the last step returned for its first tokens."""
         if self._taps is None:
-            raise PhaseError("no step has given out states: the network has no taps, or no step has run")
+            raise PhaseError("no step has returned states: the network has no taps, or no step has run")
         return self._taps[:count].clone()
 
     def capture_all(self, layout: Layout | None = None) -> None:
         """Capture all sizes now, the largest first. `layout`: of the adapters that the steps serve."""
         for size in reversed(self.sizes.tokens):
-            self._step(size, layout)
+            self._step(size, layout, reads_rows=self.split.given_width > 0)
+            if self.split.rows_width:
+                self._step(size, layout, reads_rows=True)
 
-    def _step(self, size: int, layout: Layout | None = None) -> PromptStep:
-        key = size, layout
-        if key not in self._steps:
-            if self._given is None and self.split.given_width:
-                shape = self.sizes.tokens[-1], self.split.given_width
-                self._given = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
-            segment, attention = self._segment(size), self.kernels.attention
-            rows = {attention.rows_of_tile(shape, segment, self.kernels.dtype, self.storage) for shape in self.shapes}
-            num_decodes = min(size, self.state.num_slots)
-            plan = None
-            if self.storage.layout.num_states:
-                most, chunked = self.sizes.max_prompts, not self.kernels.deterministic
-                plan = PlanSizes.of(size, num_decodes + most, most, chunked=chunked)
-            step = PromptStep.new(self.sizes, size, num_decodes, sorted(rows), self.state.device, plan)
-            if layout is not None and self.adapters is not None:
-                step.adapters = self.adapters.staged(size)
-            if self.state.on_gpu:
-                step.graph = self.recorder.record(lambda: self._run(step))
-            self._steps[key] = step
-        return self._steps[key]
+    def _step(self, size: int, layout: Layout | None, *, reads_rows: bool) -> PromptPass:
+        if self._given is None and reads_rows:
+            shape = self.sizes.tokens[-1], self.split.given_width or self.split.rows_width
+            self._given = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
+        key = PromptKey(self.pool, size, layout, reads_rows)
+        return self.cache.find(key, lambda: PromptPass(self, key), self.pool)
 
-    def _segment(self, size: int) -> AttentionSegment:
+    def segment(self, size: int) -> AttentionSegment:
         """The prompts of a step, among all of its tokens."""
         segment = replace(self.split.prompt_segment(size), fresh=False, block_tables=self.state.tables)
         return replace(segment, max_context_len=self._max_context_len)
@@ -197,7 +168,7 @@ class PromptGraphs:
     def _max_context_len(self) -> int:
         return self.state.max_blocks * self.storage.block_size
 
-    def _run(self, step: PromptStep) -> None:
+    def run(self, step: PromptPass) -> None:
         size, num_decodes = len(step.token_ids), len(step.contexts)
         begin_prompts(step, self.state)
         decodes = replace(
@@ -206,7 +177,7 @@ class PromptGraphs:
             context_lens=step.contexts,
             max_context_len=self._max_context_len,
         )
-        prompts = self._segment(size)
+        prompts = self.segment(size)
         pieces = self._pieces.setdefault(num_decodes, {})
         shapes = tuple({shape.reach: shape for shape in self.shapes}.values())
         self.kernels.attention.stage_decode(decodes, step.table_rows, pieces, shapes, self.storage)
@@ -218,7 +189,7 @@ class PromptGraphs:
             shape = self.sizes.tokens[-1], self.split.tap_width
             self._taps = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
         taps = None if self._taps is None else self._taps[:size]
-        given = None if self._given is None else self._given[:size]
+        given = None if self._given is None or not step.reads_rows else self._given[:size]
         batch = Batch(
             step.known_ids, step.positions, step.index, (decodes, prompts), None, states=use, given=given, taps=taps,
             adapters=None if step.adapters is None else step.adapters.use,
@@ -230,10 +201,12 @@ class PromptGraphs:
 
 
 def fits(sizes: Sizes, batch: Batch) -> bool:
-    """Whether a captured step can run the batch: any decodes of one token each, then a few longer sequences."""
+    """Whether a captured step can run the batch: any decodes of one token each, then a few longer causal sequences."""
     longer = batch.segments[int(has_decodes(batch)) :]
     return (
-        batch.num_tokens <= sizes.tokens[-1] and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        batch.num_tokens <= sizes.tokens[-1]
+        and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        and all(segment.causal for segment in longer)
     )
 
 
@@ -243,7 +216,7 @@ def has_decodes(batch: Batch) -> bool:
     return first.phase is AttentionPhase.DECODE and first.max_query_len == 1
 
 
-def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) -> np.ndarray:
+def words_of(sizes: Sizes, step: PromptPass, batch: Batch, slots: np.ndarray) -> np.ndarray:
     """i32: the contents of `step.words` for a batch whose sequences hold these slots."""
     border = int(has_decodes(batch))
     decodes, longer = batch.segments[:border], batch.segments[border:]
@@ -296,7 +269,7 @@ def _begin_prompts_kernel(
     tl.store(index + row, tl.load(places + row, mask=real, other=0).to(tl.int64), mask=exists)
 
 
-def begin_prompts(step: PromptStep, state: DeviceState) -> None:
+def begin_prompts(step: PromptPass, state: DeviceState) -> None:
     """Fill in newest tokens, and the place of each token's K and V; those of padding lie in the padding block."""
     num_tokens, block = len(step.token_ids), 128
     _begin_prompts_kernel[(triton.cdiv(num_tokens, block),)](

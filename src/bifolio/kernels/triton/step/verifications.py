@@ -1,18 +1,17 @@
 # mypy: disallow-untyped-decorators=False
-"""Verification of drafts as one CUDA graph: a pass over newest tokens and drafts, draws after each, acceptance.
+"""Verification of drafts in one launch: a pass over newest tokens and drafts, draws after each, acceptance.
 
     tokens    |  x  |  g1  |  g2  |  g3  |      of each sequence
     sampled   |  d1 |  d2  |  d3  |  d4  |      g1 = d1, g2 = d2, g3 ≠ d3: d1 d2 d3 are kept
 
 Each token is a decode with a context of its own: keys and values of all tokens are written before attention reads them.
 Drafts, lengths and newest tokens are in the slots on the device, which advance by the accepted tokens: the host sends
-the slots, and learns the tokens later. `DraftSteps` reads the hidden states and the last accepted tokens.
+the slots, and learns the tokens later. `HeadSteps` reads the hidden states and the last accepted tokens.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,33 +20,39 @@ import triton
 import triton.language as tl
 
 from bifolio.errors import PhaseError
+from bifolio.kernels.cuda.row_attention import FEW_QUERIES
 from bifolio.kernels.interface import Batch, Network, Storage
-from bifolio.kernels.triton.cuda_graphs import TURNS, DeviceTokens, GraphKernels, GraphRecorder
-from bifolio.kernels.triton.device_state import DeviceState, recorded_event
-from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
+from bifolio.kernels.triton.device_state import DeviceState
+from bifolio.kernels.triton.graphs.graph_cache import GraphCache
+from bifolio.kernels.triton.graphs.results import TURNS, DeviceTokens, TokenPass
+from bifolio.kernels.triton.graphs.sizes import SEQUENCES, padded, sequence_sizes
+from bifolio.kernels.triton.sampling import Mode, choose_tokens
+from bifolio.kernels.triton.step.decodes import GraphKernels
+from bifolio.kernels.triton.step.draws import copy_columns
 
 MOST_DRAFTS = 32  # of a sequence
 MOST_ROWS = 256  # tokens of a step
-SEQUENCES = (1, 2, 4, 8, 16, 32)  # of a step: fewer are padded to the next of these numbers
 
 
 class VerifyKey(NamedTuple):
-    """A captured verification."""
+    """A verification."""
 
     size: int  # sequences
     width: int  # tokens of each: the newest and its drafts
     mode: Mode
+    is_near: bool = False  # few tokens with short contexts
 
 
-@dataclass(slots=True)
-class VerifyStep:
-    """The graph of a key, its turn and its results; the other inputs are those of `VerifyInputs`."""
+class VerifyPass(TokenPass):
+    """The verification of a key; its inputs are those of `VerifyInputs`."""
 
-    turn: torch.Tensor  # i32[1]
-    results: Results
-    pieces: dict[int, Any] = field(default_factory=dict)
-    graph: Any = None
-    next_turn: int = 0
+    def __init__(self, steps: Verifications, key: VerifyKey) -> None:
+        super().__init__(key.size * key.width, key.mode, steps.state.device)
+        self._steps, self.key = steps, key
+        self.pieces: dict[int, Any] = {}
+
+    def run(self) -> None:
+        self._steps.run(self)
 
 
 class VerifyInputs:
@@ -74,21 +79,15 @@ class VerifyInputs:
         return self.words[count : 2 * count]
 
 
-class VerifySteps:
+class Verifications:
     """Launches verifications on the state of the slots."""
 
     def __init__(
-        self,
-        kernels: GraphKernels,
-        network: Network,
-        storage: Storage,
-        state: DeviceState,
-        recorder: GraphRecorder,
+        self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState, cache: GraphCache
     ) -> None:
-        self._kernels, self._network, self._storage, self._state = kernels, network, storage, state
-        self._recorder = recorder
+        self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
+        self._cache = cache
         self._shapes = tuple({shape.reach: shape for shape in network.shapes}.values())
-        self._steps: dict[VerifyKey, VerifyStep] = {}
         self._sent = b""  # present contents of the words
         self.inputs = VerifyInputs(state.device, 0 if network.split is None else network.split.tap_width)
         self.sampled = DeviceState(MOST_ROWS, 0, state.device)  # a slot for each token
@@ -102,28 +101,23 @@ class VerifySteps:
         width = next((length + 1 for length in self._lengths if length >= width - 1), width)
         return count <= self._most and self._size(count) * width <= MOST_ROWS and width <= MOST_DRAFTS + 1
 
-    def launch(self, slots: np.ndarray, drafts: np.ndarray, mode: Mode) -> DeviceTokens:
+    def launch(self, slots: np.ndarray, drafts: np.ndarray, mode: Mode, *, is_near: bool = False) -> DeviceTokens:
         """Verify `drafts` (i32[n, width - 1]; -1: on the device, -2: none) of `slots`; tokens of all that exist.
 
-        The slots' lengths and newest tokens advance on the device.
+        The slots' lengths and newest tokens advance on the device. `is_near`: all contexts are short.
         """
         count, most = len(slots), drafts.shape[1]
         width = next((length for length in self._lengths if length >= most), most) + 1
-        self.last = key = VerifyKey(self._size(count), width, mode)
+        size = self._size(count)
+        self.last = key = VerifyKey(size, width, mode, is_near and self._can_be_near(size * width))
         step = self._step(key)
         words = np.full((2, key.size, width), -1, dtype=np.int32)
         words[0, :count, 0] = slots
         words[0, :count, 1 : most + 1] = np.where(drafts < -1, -1, slots[:, None])
         words[1, :count, 1 : most + 1] = np.maximum(drafts, -1)
         self._send(words)
-        if step.graph is None:
-            self._run(key, step)
-        else:
-            step.graph.replay()
-        turn, step.next_turn = step.next_turn, (step.next_turn + 1) % TURNS
-        order = np.flatnonzero(words[0].reshape(-1) >= 0)
-        event = None if step.graph is None else recorded_event()
-        return DeviceTokens(step.results, turn, key.size * width, event, order)
+        step.launch()
+        return step.tokens(key.size * width, np.flatnonzero(words[0].reshape(-1) >= 0))
 
     def states(self, number: int) -> torch.Tensor:
         """f32[1, width]: a copy of the hidden state of the first token of a sequence of the last launch."""
@@ -136,47 +130,46 @@ class VerifySteps:
         """Capture the steps of these numbers of drafts now, the largest first; others are padded to the next."""
         self._lengths = sorted(lengths)
         for length in sorted(lengths, reverse=True):
-            for size in reversed(SEQUENCES):
-                if size <= self._most and size * (length + 1) <= MOST_ROWS:
+            for size in reversed(sequence_sizes(self._most)):
+                if size * (length + 1) <= MOST_ROWS:
                     for mode in modes:
                         self._step(VerifyKey(size, length + 1, mode))
+                        if self._can_be_near(size * (length + 1)):
+                            self._step(VerifyKey(size, length + 1, mode, is_near=True))
+
+    def _can_be_near(self, count: int) -> bool:
+        return self._kernels.attention.can_be_near(count, self._shapes, self._storage, FEW_QUERIES)
 
     @property
     def _most(self) -> int:
-        return min(SEQUENCES[-1], self._state.num_slots)
+        return min(SEQUENCES[-1], self.state.num_slots)
 
     def _size(self, count: int) -> int:
-        return SEQUENCES[bisect_left(SEQUENCES, count)] if self._state.on_gpu else count
+        return padded(SEQUENCES, count) if self.state.on_gpu else count
 
     def _send(self, words: np.ndarray) -> None:
         """Send words and pending updates of the slots; unchanged words are not sent again."""
         wanted = words.tobytes()
         if self._sent == wanted:
-            self._state.send()
+            self.state.send()
         else:
-            self.inputs.words[: words.size].copy_(self._state.send_words(words.reshape(-1)))
+            self.inputs.words[: words.size].copy_(self.state.send_words(words.reshape(-1)))
             self._sent = wanted
 
-    def _step(self, key: VerifyKey) -> VerifyStep:
-        if key not in self._steps:
-            count, device = key.size * key.width, self._state.device
-            turn = torch.full((1,), TURNS - 1, dtype=torch.int32, device=device)
-            step = VerifyStep(turn, Results.new(TURNS, count, key.mode, pinned=self._state.on_gpu))
-            if self._state.on_gpu:
-                self.inputs.words.fill_(-1)  # recording runs the step
-                self._sent = b""
-                step.graph = self._recorder.record(lambda: self._run(key, step))
-                turn.fill_(TURNS - 1)  # recording used one buffer
-            self._steps[key] = step
-        return self._steps[key]
+    def _step(self, key: VerifyKey) -> VerifyPass:
+        return self._cache.find(key, lambda: self._new_pass(key))
 
-    def _run(self, key: VerifyKey, step: VerifyStep) -> None:
-        inputs, state, count = self.inputs, self._state, key.size * key.width
+    def _new_pass(self, key: VerifyKey) -> VerifyPass:
+        """A step whose inputs are padding, since recording runs it."""
+        self.inputs.words.fill_(-1)
+        self._sent = b""
+        return VerifyPass(self, key)
+
+    def run(self, step: VerifyPass) -> None:
+        inputs, state, key, count = self.inputs, self.state, step.key, step.key.size * step.key.width
         if key.mode.kind != "greedy":
-            owners = inputs.rows(count).clamp_min(0)
-            for theirs, own in zip(state.columns, self.sampled.columns, strict=True):
-                own[:, :count] = theirs.index_select(1, owners)
-        self._begin(key, step)
+            copy_columns(state, inputs.rows(count).clamp_min(0), self.sampled)
+        self._begin(step)
         segment = replace(
             self._network.decode_segment(count),
             block_tables=state.tables,
@@ -184,25 +177,27 @@ class VerifySteps:
             max_context_len=state.max_blocks * self._storage.block_size,
         )
         self._kernels.attention.stage_decode(
-            segment, inputs.table_rows[:count], step.pieces, self._shapes, self._storage
-        )
+            segment, inputs.table_rows[:count], step.pieces, self._shapes, self._storage, is_near=key.is_near,
+            fresh=key.width,
+        )  # fmt: skip
         taps = None if inputs.taps is None else inputs.taps[:count]
         batch = Batch(
             inputs.token_ids[:count], inputs.positions[:count], inputs.index[:count], (segment,), None, taps=taps
         )
         logits = self._network.forward(self._kernels, batch, self._storage)
-        choose_tokens(logits, inputs.draws[:count], self.sampled, step.turn, step.results, key.mode)
+        choose_tokens(logits, inputs.draws[:count], self.sampled, step.ring.turn, step.ring.results, key.mode)
         _accept_kernel[(key.size,)](
             inputs.rows(count), inputs.token_ids, self.sampled.tokens, state.lengths, state.tokens, inputs.last,
             key.width, WIDTH=triton.next_power_of_2(key.width), num_warps=1,
         )  # fmt: skip
 
-    def _begin(self, key: VerifyKey, step: VerifyStep) -> None:
-        inputs, state, block, count = self.inputs, self._state, 64, key.size * key.width
+    def _begin(self, step: VerifyPass) -> None:
+        inputs, state, block, width = self.inputs, self.state, 64, step.key.width
+        count = step.key.size * width
         _begin_kernel[(triton.cdiv(count, block),)](
             inputs.rows(count), inputs.sent(count), state.tables, state.lengths, state.ropes, state.tokens,
             self.drafts, inputs.token_ids, inputs.positions, inputs.index, inputs.contexts, inputs.table_rows,
-            inputs.places, inputs.draws, self.sampled.lengths, step.turn, count, key.width, state.tables.stride(0),
+            inputs.places, inputs.draws, self.sampled.lengths, step.ring.turn, count, width, state.tables.stride(0),
             TURNS=TURNS, MOST=MOST_DRAFTS, BLOCK_SIZE=self._storage.block_size, BLOCK=block, num_warps=1,
         )  # fmt: skip
 
