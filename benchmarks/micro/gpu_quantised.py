@@ -47,8 +47,7 @@ TILES = {  # of several rows: tiles, warps across and along, splits; stages as t
     "up": ((2, 4, 2, 1), (4, 4, 2, 1), (2, 7, 2, 1), (1, 7, 2, 1), (2, 2, 4, 1), (4, 2, 4, 1), (1, 4, 2, 1)),
     "down": ((2, 4, 2, 4), (2, 4, 2, 8), (2, 2, 4, 2), (1, 2, 4, 2), (2, 2, 2, 4), (2, 1, 8, 1), (4, 4, 2, 8)),
 }  # fmt: skip
-ALL_TILES = ("q4_k",)  # formats that try every tile; others try those of `SOME`
-SOME = 2
+num_settings = 99  # tiles and plans that are tried, of each product
 compiling_only = False
 
 
@@ -232,8 +231,8 @@ def coded_settings(format: str, rows: int, product: str, options: dict[str, Any]
         made["library"] = library
     codes = random_rows(format, 16, PRODUCTS[product][1]).constants()
     most = min(max(8, 1 << (rows - 1).bit_length()), code_product.MOST_ROWS)
-    tiles = TILES[product] if format in ALL_TILES else TILES[product][:SOME]
-    for (tiles_of_warp, across, along, splits), blocks, each in product_of(tiles, (1, 2), {most, min(most, 64)}):
+    tiles, heights = TILES[product][:num_settings], {most, min(most, 64)}
+    for (tiles_of_warp, across, along, splits), blocks, each in product_of(tiles, (1, 2), heights):
         if tiles_of_warp * each * blocks * across * along > 2048:  # sums in registers; `blocks` share a multiprocessor
             continue
         found = code_product.fitting(
@@ -272,10 +271,10 @@ def settings(format: str, rows: int, product: str) -> dict[str, Callable[..., An
             plans.plan_of.cache_clear()
             return quantised.one_row(x, weight, num_processors=processors, **options)
 
-    tried = PLANS if format in ALL_TILES else {"default": PLANS["default"]}
-    made: dict[str, Callable[..., Any]] = {name: partial(planned, changes=own) for name, own in tried.items()}
-    if format in ALL_TILES:
-        made["triton"] = partial(quantised.one_row, **options)
+    made: dict[str, Callable[..., Any]] = {
+        name: partial(planned, changes=own) for name, own in list(PLANS.items())[:num_settings]
+    }
+    made["triton"] = partial(quantised.one_row, **options)
     return made
 
 
@@ -323,7 +322,7 @@ def totals(entries: list[dict[str, Any]]) -> Iterator[str]:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 def compile_ahead(formats: list[str], rows: list[int]) -> None:
-    command = [sys.executable, "-m", "benchmarks.micro.gpu_quantised", "--compile"]
+    command = [sys.executable, "-m", "benchmarks.micro.gpu_quantised", "--settings", str(num_settings), "--compile"]
     jobs = [f"{name}:{count}:{product}" for name in formats for count in rows for product in PRODUCTS]
     running = [subprocess.Popen([*command, ",".join(jobs[start::15])]) for start in range(min(15, len(jobs)))]
     for process in running:
@@ -331,7 +330,7 @@ def compile_ahead(formats: list[str], rows: list[int]) -> None:
 
 
 def main() -> int:
-    global compiling_only
+    global compiling_only, num_settings
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS), help="formats to time, by commas")
     parser.add_argument("--rows", default="1,16,32,64,128,256", help="numbers of rows, by commas")
@@ -339,12 +338,14 @@ def main() -> int:
     parser.add_argument("--checked", default=",".join(CHECKED), help="formats to check, by commas")
     parser.add_argument("--check-only", action="store_true", help="no timing")
     parser.add_argument("--no-check", action="store_true", help="timing alone")
+    parser.add_argument("--settings", type=int, default=num_settings, help="tiles and plans to try, of each product")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     try:
         require_gpu("cuda")
     except ConfigError as error:
         parser.exit(2, f"error: {error}\n")
+    num_settings = options.settings
     if options.compile:
         compiling_only = True
         for job in options.compile.split(","):
