@@ -14,7 +14,9 @@ SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_
           "Q4_1": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
 
 
-def exotic_tensor(name: str, rows: int, columns: int, seed: int | None = None) -> QuantizedTensor:
+def exotic_tensor(
+    name: str, rows: int, columns: int, seed: int | None = None, *, scale: float = 0.01
+) -> QuantizedTensor:
     """Random values in the format called `name`, with small positive scales."""
     format = QuantFormat[name]
     generator = np.random.default_rng(format.ggml_type if seed is None else seed)
@@ -32,7 +34,7 @@ def exotic_tensor(name: str, rows: int, columns: int, seed: int | None = None) -
         blocks[:, 49::2] |= np.array([0xF0, 0x10, 0x10, 0x20], np.uint8)
     elif format.is_quantized:
         for place in SCALES.get(name, (0,)):
-            blocks[:, place : place + 2] = np.array([0.01], np.float16).view(np.uint8)
+            blocks[:, place : place + 2] = np.array([scale], np.float16).view(np.uint8)
     return QuantizedTensor(format, data, (rows, columns))
 
 

@@ -14,7 +14,8 @@ from check_bench import Bench, Check, relative_error
 from bifolio.kernels.interface import Linear, Norm
 from bifolio.kernels.triton import fp8_rows
 from bifolio.kernels.triton.lazy_fusion import tensor
-from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
+from bifolio.kernels.triton.quantised import FEW_ROWS
+from bifolio.kernels.triton.row_layouts import LAYOUTS
 from bifolio.model.huggingface.scaled_tensors import _decoded
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.fp8 import DenseToFp8, Fp8Tensor
@@ -31,7 +32,15 @@ LARGE_SHAPES = [
     (64, 1000, 1536),
     (300, 4096, 1024),
 ]
-
+SUPER_SHAPES = [(1, 33, 256), (3, 70, 768), (FEW_ROWS + 1, 33, 512)]  # the same for blocks of 256 columns
+LARGE_SUPER_SHAPES = [
+    (1, 6144, 4096),
+    (1, 1000, 14336),
+    (7, 4096, 4096),
+    (16, 4096, 14336),
+    (64, 2048, 8192),
+    (300, 4096, 1024),
+]
 
 FP8_SHAPES = [(1, 33, 96), (3, 70, 160), (65, 32, 64), (1, 48, 384), (5, 48, 384), (65, 48, 384)]
 LARGE_FP8_SHAPES = [(1, 6144, 4096), (1, 4096, 14336), (9, 6144, 4096), (64, 4096, 4096), (256, 4096, 14336)]
@@ -68,21 +77,22 @@ def fp8_error(bench: Bench, *, kind: str, shape: tuple[int, int, int], extra: st
 
 def quantised_checks() -> Iterator[Check]:
     yield from fp8_checks()
-    for format in KINDS:
-        for shape in (*SHAPES, *LARGE_SHAPES):
+    for format in LAYOUTS:
+        wide = format.block_elements > 32
+        for shape in (*(SUPER_SHAPES if wide else SHAPES), *(LARGE_SUPER_SHAPES if wide else LARGE_SHAPES)):
             for extra in EXTRAS:
                 name = f"linear {format.name} {'x'.join(map(str, shape))} {extra}"
                 error = partial(quantised_error, format=format, shape=shape, extra=extra)
-                yield Check(name, error, shape in LARGE_SHAPES)
-        for width in (32, 96, 2048):
+                yield Check(name, error, shape in LARGE_SHAPES or shape in LARGE_SUPER_SHAPES)
+        for width in (256, 768, 2048) if wide else (32, 96, 2048):
             name = f"embedding {format.name} {width}"
             yield Check(name, partial(embedding_error, format=format, width=width), large=width > 1000)
 
 
 def quantised(bench: Bench, format: QuantFormat, rows: int, columns: int) -> QuantizedTensor:
-    if format is QuantFormat.MXFP4:  # read, not written
+    if not format.is_encodable:
         pytest.importorskip("gguf", reason="decodes the blocks for the reference")
-        return exotic_tensor("MXFP4", rows, columns)
+        return exotic_tensor(format.name, rows, columns, scale=2e-4)
     return QuantizedTensor.quantize(bench.normal(rows, columns, scale=columns**-0.5).float().cpu().numpy(), format)
 
 

@@ -90,7 +90,7 @@ def test_a_quantised_model_gives_the_logits_of_its_dequantised_weights(gpu_kerne
 @pytest.mark.usefixtures("own_kernels")
 def test_a_gguf_file_runs_in_its_own_bytes(device: str, tmp_path: Path) -> None:
     """The whole way of a user: `LLM("model.gguf", device="cuda")`, without the gguf package."""
-    from bifolio.kernels.triton.quantised import QuantisedWeight
+    from bifolio.kernels.triton.row_layouts import QuantisedWeight
 
     path = write_gguf(tmp_path / "tiny.gguf")
     options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "token_budget": 64}

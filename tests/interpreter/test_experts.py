@@ -25,7 +25,8 @@ from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.expert_order import cut_pairs
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, tensor
-from bifolio.kernels.triton.quantised import QuantisedWeight
+from bifolio.kernels.triton.mxfp4 import WordsWeight
+from bifolio.kernels.triton.row_layouts import QuantisedWeight
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.quant import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -56,14 +57,14 @@ def some_experts(kind: str) -> Experts:
     if kind == "dense":
         return new_experts(np.random.default_rng(3), WIDTH, DEPTH, "swiglu_clamped", bias=True)
     up = [
-        Linear(tuple(exotic_tensor("MXFP4", WIDTH, DEPTH, e + 20 * i) for i in range(2)), (None, None))
+        Linear(tuple(exotic_tensor(kind, WIDTH, DEPTH, e + 20 * i) for i in range(2)), (None, None))
         for e in range(EXPERTS)
     ]
-    down = [Linear((exotic_tensor("MXFP4", DEPTH, WIDTH, e + 80),), (None,)) for e in range(EXPERTS)]
+    down = [Linear((exotic_tensor(kind, DEPTH, WIDTH, e + 80),), (None,)) for e in range(EXPERTS)]
     return Experts(tuple(up), tuple(down), "silu")
 
 
-@pytest.mark.parametrize("kind", ["dense", "MXFP4"])
+@pytest.mark.parametrize("kind", ["dense", "MXFP4", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 40])
 def test_the_norm_before_and_the_residual_behind_are_fused(kind: str, tokens: int) -> None:
     kernels, oracle = TritonKernels("cpu", "f32"), TorchKernels("cpu", "f32")
@@ -82,10 +83,13 @@ def test_the_norm_before_and_the_residual_behind_are_fused(kind: str, tokens: in
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-def test_weights_in_blocks_are_dequantised_for_many_tokens(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, experts = TritonKernels("cpu", "f32"), some_experts("MXFP4")
+@pytest.mark.parametrize(("name", "kind"), [("MXFP4", WordsWeight), ("Q4_1", QuantisedWeight)])
+def test_quantised_weights_are_dequantised_for_many_tokens(
+    rows: int, name: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, experts = TritonKernels("cpu", "f32"), some_experts(name)
     prepared = kernels.prepare_experts(experts)
-    assert all(isinstance(stack.weight, QuantisedWeight) for stack in prepared.prepared)
+    assert all(isinstance(stack.weight, kind) for stack in prepared.prepared)
     x, logits = torch.randn(rows, DEPTH), torch.randn(rows, EXPERTS)
     routing = kernels.route(logits, Router(3))
     found = []

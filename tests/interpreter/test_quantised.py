@@ -20,15 +20,17 @@ from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.lazy_fusion import tensor
-from bifolio.kernels.triton.quantised import FEW_ROWS, QuantisedWeight, pack
+from bifolio.kernels.triton.quantised import FEW_ROWS, FORMATS, MixedWeight, dequantise
+from bifolio.kernels.triton.row_layouts import LAYOUTS, QuantisedWeight, pack
 from bifolio.measure.random_models import random_model
+from bifolio.model.gguf.loader import load_gguf
 from bifolio.model.weight_rounding import rounded_model
 from bifolio.model.weights import prepare
 from bifolio.quant.convert import convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.fp8 import DenseToFp8, Fp8Tensor
 from bifolio.quant.tensor import QuantizedTensor
-from exotic_weights import exotic_tensor
+from exotic_weights import exotic_tensor, k_quant_llama
 from helpers import make_runner, open_entry, random_prompt, run_chunks, tiny_folder
 
 
@@ -48,6 +50,17 @@ def test_a_model_gives_the_logits_of_its_dequantised_weights(format: str) -> Non
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_file_of_k_quants_gives_the_logits_of_its_dequantised_weights(deterministic: bool, tmp_path: Path) -> None:
+    """Queries and keys in Q4_K beside values in Q6_K; the embedding in Q6_K is the head."""
+    model = load_gguf(k_quant_llama(tmp_path / "k.gguf", few_bits="Q4_K"))
+    tokens, logits = random_prompt(9, seed=3, vocab_size=300), list[np.ndarray]()
+    for kernels in (TorchKernels("cpu"), TritonKernels("cpu", "f32", deterministic=deterministic)):
+        runner, blocks = make_runner(model, kernels=kernels)
+        logits.append(run_chunks(runner, open_entry(runner, blocks), tokens, 8))  # eight rows, then one
+    assert np.linalg.norm(logits[1] - logits[0]) < 1e-3 * np.linalg.norm(logits[0])
+
+
 def test_weights_keep_their_bytes_and_tied_ones_lie_in_memory_once() -> None:
     model = random_model("tiny", "q4_0")
     prepared = prepare(model.weights, TritonKernels("cpu", "f32"))
@@ -55,7 +68,8 @@ def test_weights_keep_their_bytes_and_tied_ones_lie_in_memory_once() -> None:
     assert prepared.head.prepared[0] is prepared.embedding
     source: Any = model.weights.layers[0].up
     packed = prepared.layers[0].up.prepared[0]
-    assert packed.nbytes == sum(part.nbytes for part in source.parts)
+    padding = 15 * packed.shape[0]  # regions begin at multiples of 16 bytes
+    assert 0 <= packed.nbytes - sum(part.nbytes for part in source.parts) <= padding
     assert prepared.layers[0].up.out_features == source.out_features
 
 
@@ -97,28 +111,67 @@ def test_values_that_are_no_numbers_are_refused_by_name() -> None:
             kernels.prepare_linear(Linear((part,), (None,)))
 
 
-def test_parts_of_different_formats_are_dequantised() -> None:
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS + 1])
+@pytest.mark.parametrize("extra", ["plain", "bias", "gated", "residual"])
+def test_parts_of_different_formats_stay_as_they_are(rows: int, extra: str) -> None:
+    """As in files of Q4_K_M: queries and keys in one format, values in another."""
+    kernels, x, generator = TritonKernels("cpu", "f32"), torch.randn(rows, 512), np.random.default_rng(1)
+    parts = tuple(exotic_tensor(name, 24, 512, seed) for seed, name in enumerate(("Q4_K", "Q4_K", "Q6_K", "Q8_0")))
+    biases = tuple(generator.standard_normal(24).astype(np.float32) if extra == "bias" else None for _ in parts)
+    linear = kernels.prepare_linear(Linear(parts, biases))
+    weight = linear.prepared[0]
+    assert isinstance(weight, MixedWeight)
+    assert [part.format.name for part in weight.parts] == ["Q4_K", "Q6_K", "Q8_0"]
+    y, expected = kernels.linear(x, linear), x @ torch.from_numpy(np.concatenate([p.dequantize() for p in parts])).T
+    if extra == "bias":
+        expected = expected + torch.from_numpy(np.concatenate(biases))
+    if extra == "gated":
+        y, expected = kernels.act_mul(y, "silu"), torch.nn.functional.silu(expected[:, :48]) * expected[:, 48:]
+    if extra == "residual":
+        residual = torch.randn(rows, 96)
+        y, expected = kernels.add(residual, y), residual + expected
+    torch.testing.assert_close(tensor(y), expected, atol=2e-3, rtol=2e-4)
+
+
+def test_dense_parts_beside_quantised_ones_make_all_dense() -> None:
     kernels = TritonKernels("cpu", "f32")
-    parts = (weights("q8_0", 8, 64), weights("q4_0", 8, 64))
+    parts = (weights("q8_0", 8, 64), np.ones((8, 64), np.float32))
     linear = kernels.prepare_linear(Linear(parts, (None, None)))
-    x = torch.randn(3, 64)
-    expected = x.numpy() @ np.concatenate([part.dequantize() for part in parts]).T
-    np.testing.assert_allclose(tensor(kernels.linear(x, linear)).numpy(), expected, atol=1e-4)
+    assert isinstance(linear.prepared[0], torch.Tensor)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Q4_K", QuantFormat.Q4_1), ("Q6_K", QuantFormat.Q8_0)])
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_rows_hold_the_codes_of_the_file(format: QuantFormat) -> None:
+    """Dequantised values are those of the file; head and embedding share one copy."""
+    kernels, source = TritonKernels("cpu", "f32"), exotic_tensor(format.name, 24, 512)
+    table = kernels.prepare_embedding(source)
+    linear = kernels.prepare_linear(Linear((source,), (None,)))
+    assert linear.prepared[0] is table
+    assert table.format is format
+    assert table.nbytes <= 24 * 512 * FORMATS.held_bits[format] / 8 + 24 * 48
+    expected = torch.from_numpy(source.dequantize())
+    torch.testing.assert_close(dequantise(table, torch.float32), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_blocks_with_equal_factors_become_one_group() -> None:
+    values = np.random.default_rng(0).integers(-8, 8, (6, 512)).astype(np.float32)
+    values[:, ::32] = -8
+    for size, group in ((32, 32), (64, 64), (128, 128), (256, 128)):
+        scales = np.repeat(2.0 ** -np.arange(512 // size), size).astype(np.float32)
+        source = QuantizedTensor.quantize(values * scales, QuantFormat.Q4_0)
+        weight = pack((source,), "cpu")
+        assert weight.layout.group == group
+        assert torch.equal(dequantise(weight, torch.float32), torch.from_numpy(source.dequantize()))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Q5_0", QuantFormat.Q8_0), ("IQ2_XXS", QuantFormat.Q8_0)])
 def test_formats_without_a_kernel_are_packed_as_the_nearest_that_has_one(name: str, kind: QuantFormat) -> None:
     kernels = TritonKernels("cpu", "f32")
     source = exotic_tensor(name, 24, 256)
+    packed = kernels.prepare_linear(Linear((source,), (None,))).prepared[0]
     expected = pack((convert(source, kernels.formats),), "cpu")
-    table = kernels.prepare_embedding(source)
-    linear = kernels.prepare_linear(Linear((source,), (None,)))
-    assert linear.prepared[0] is table  # tied: one copy
-    other = kernels.prepare_linear(Linear((exotic_tensor(name, 24, 256),), (None,))).prepared[0]
-    for packed in (table, other):
-        assert packed.format is kind
-        assert torch.equal(packed.values, expected.values)
-        assert torch.equal(packed.scales, expected.scales)
+    assert packed.format is kind
+    assert torch.equal(packed.rows, expected.rows)
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])

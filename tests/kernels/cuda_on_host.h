@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -66,6 +67,12 @@ struct Cluster {
     std::atomic<int> ready{0};
 };
 
+struct Copy {
+    u8 *target;
+    const u8 *source;
+    u32 size, bytes;
+};
+
 struct Block {
     int rank = 0, current = 0, cluster_arrived = 0, cluster_generation = 0;
     long progress = 0;  // grows whenever a wait ends
@@ -79,6 +86,7 @@ struct Block {
     std::vector<u32> exchanged;  // [warps, 8, 32]
     std::map<u32, TransferBarrier> transfers;
     std::vector<int> waited;  // clusters' generations that a fiber waits for
+    std::vector<std::deque<std::vector<Copy>>> copies;  // of each fiber: groups that have not arrived, the open one last
     std::function<void()> body;
 };
 static thread_local Block *block;
@@ -111,6 +119,7 @@ static void run_block(Dimensions grid, Dimensions place, int threads, Cluster *c
     cluster->ready.fetch_add(1);
     while (cluster->ready.load() < cluster->size) std::this_thread::yield();
     own.contexts.resize(threads), own.done.resize(threads), own.waited.resize(threads);
+    own.copies.assign(threads, std::deque<std::vector<Copy>>(1));
     own.warps.resize(threads / 32), own.exchanged.resize(threads * 8);
     for (int i = 0; i < threads; ++i) {
         own.stacks.emplace_back(new u8[STACK_BYTES]);
@@ -166,6 +175,13 @@ static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 using std::max;
 using std::min;
 
+static u32 __byte_perm(u32 a, u32 b, u32 places) {
+    u64 both = a | (u64)b << 32;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= (u32)(both >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return found;
+}
+
 static void __syncthreads() { wait_for(block->all, blockDim.x); }
 static void __syncwarp() { wait_for(block->warps[threadIdx.x / 32], 32); }
 
@@ -188,7 +204,13 @@ static int __shfl_sync(u32, int value, int source) { return (int)shuffled((u32)v
 
 // -- common.cu ---------------------------------------------------------------------------------------------------------
 static void launch_dependents() {}
-static void wait_inputs() {}
+struct LateCopy { u64 target, source, bytes; };
+static std::vector<LateCopy> late_copies;  // made when the inputs are there
+extern "C" void copy_late(u64 target, u64 source, u64 bytes) { late_copies.push_back({target, source, bytes}); }
+static void wait_inputs() {
+    for (const LateCopy &copy : late_copies) memcpy((void *)copy.target, (const void *)copy.source, copy.bytes);
+}
+static void wait_for_inputs() { wait_inputs(); }
 
 static u32 shared_address(const void *pointer) { return (u32)((const u8 *)pointer - memory); }
 static u8 *shared_place(u32 address, u32 bytes) {
@@ -198,6 +220,8 @@ static u8 *shared_place(u32 address, u32 bytes) {
 static uint4 shared_load(u32 address) { return *(uint4 *)shared_place(address, 16); }
 static uint2 shared_pair(u32 address) { return *(uint2 *)shared_place(address, 8); }
 static u32 shared_word(u32 address) { return *(u32 *)shared_place(address, 4); }
+static u32 shared_half(u32 address) { return *(u16 *)shared_place(address, 2); }
+static u32 shared_byte(u32 address) { return *shared_place(address, 1); }
 
 static void start_barrier(u32 barrier, u32 arrivals) {
     shared_place(barrier, 8);
@@ -223,6 +247,20 @@ static void copy_bulk(u32 target, const u8 *source, u32 bytes, u32 barrier) {
     own.check();
 }
 static void copy_passing(u32 target, const u8 *source, u32 bytes, u32 barrier) { copy_bulk(target, source, bytes, barrier); }
+// A copy arrives as late as it may.
+template <int SIZE = 16> static void copy_async(u32 target, const u8 *source, u32 bytes) {
+    require((uintptr_t)source % SIZE == 0 && bytes <= SIZE, "copy: alignment");
+    block->copies[threadIdx.x].back().push_back({shared_place(target, SIZE), source, SIZE, bytes});
+}
+static void commit_copies() { block->copies[threadIdx.x].emplace_back(); }
+template <int PENDING> static void wait_for_copies() {
+    auto &groups = block->copies[threadIdx.x];
+    for (; groups.size() > PENDING + 1; groups.pop_front())
+        for (auto &copy : groups.front()) {
+            memset(copy.target, 0, copy.size);
+            memcpy(copy.target, copy.source, copy.bytes);
+        }
+}
 template <int THREADS> static void sync_threads() { wait_for(block->some, THREADS); }
 template <int THREADS> static void sync_others() { wait_for(block->others, THREADS); }
 
@@ -250,6 +288,10 @@ static void peer_store(float *target, int rank, float value) {
     *(float *)(block->cluster->anchors[rank] + ((u8 *)target - memory)) = value;
 }
 
+static float4 peer_load(const float *source, int rank) {
+    return *(float4 *)(block->cluster->anchors[rank] + ((const u8 *)source - memory));
+}
+
 static float low(u32 pair) { return __uint_as_float(pair << 16); }
 static float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 struct float2 {
@@ -261,11 +303,26 @@ static float e4m3(u32 byte) {  // with 4 bits of exponent and 3 of mantissa
     return byte & 128 ? -size : size;
 }
 static float2 fp8_pair(u32 word) { return {e4m3(word & 255), e4m3(word >> 8 & 255)}; }
+static float half_number(u32 bits) {  // with 5 bits of exponent and 10 of mantissa
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float size = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+    return bits & 0x8000u ? -size : size;
+}
+static int whole(float x) { return (int)nearbyintf(x); }
+static int dot_bytes(u32 a, u32 b, int sum) {
+    for (int i = 0; i < 32; i += 8) sum += (int)(signed char)(a >> i) * (int)(signed char)(b >> i);
+    return sum;
+}
 static u32 rounded(float value) {  // to bf16, to the nearest even
     u32 bits = __float_as_uint(value);
     return value != value ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 static u32 round_pair(float first, float second) { return rounded(first) | rounded(second) << 16; }
+static u32 multiply_pair(u32 a, u32 b) { return round_pair(low(a) * low(b), high(a) * high(b)); }
+static u32 subtract_pair(u32 a, u32 b) { return round_pair(low(a) - low(b), high(a) - high(b)); }
+static u32 multiply_add_pair(u32 a, u32 b, u32 c) {
+    return round_pair(fmaf(low(a), low(b), low(c)), fmaf(high(a), high(b), high(c)));
+}
 static float exp2_of(float x) { return exp2f(x); }
 
 static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

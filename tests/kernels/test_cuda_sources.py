@@ -9,7 +9,8 @@ from importlib import resources
 import pytest
 
 TOGETHER = {
-    "row_product": ("common", "activations", "row_changes"),
+    "row_product": ("common", "activations", "row_values", "row_changes", "code_scales", "row_codes"),
+    "code_product": ("common", "activations", "code_scales"),
     "row_attention": ("common",),
     "row_delta": ("common", "activations"),
     "mxfp4_few": ("common", "activations", "mxfp4_common"),

@@ -2,109 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import shutil
-import struct
-import subprocess
 from dataclasses import replace
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from host_modules import COMPILER, ON_HOST, close, normal
 
 from bifolio.cache.storage import CacheLayout, KVStorage
-from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product
+from bifolio.kernels.cuda import row_attention, row_delta, row_experts, row_product
 from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
 from bifolio.kernels.reference_attention import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton.row_layouts import LAYOUTS, pack
+from exotic_weights import exotic_tensor
 
-COMPILER = shutil.which("g++") or shutil.which("c++")
-pytestmark = [pytest.mark.full, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
-HEADER = Path(__file__).with_name("cuda_on_host.h")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-pthread", "-ffp-contract=off")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"), ON_HOST]
 PROCESSORS = 3  # thread blocks of a product: several units each, and an uneven division
-CALL = """
-extern "C" void run(const int *grid, int threads, const u64 *words) {{
-    Dimensions size{{grid[0], grid[1], grid[2]}};
-    run_grid(size, {cluster}, threads, [=] {{ {name}({arguments}); }});
-}}
-"""
-
-
-class HostModule:
-    """Stands for a compiled module: the same source, run on the host."""
-
-    folder: Path
-
-    def __init__(self, parts: tuple[str, ...], constants: dict[str, int]) -> None:
-        self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
-        self.waits = constants.get("THIN_WIDTH", 0) > 0  # for other thread blocks: all run at the same time
-        folder = resources.files("bifolio.kernels.cuda")
-        texts = [folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts if part != "common"]
-        defines = "".join(f"#define {name} {int(value)}\n" for name, value in constants.items())
-        self.source = f'#include "{HEADER.name}"\n' + defines + "\n".join(texts)
-
-    def function(self, name: str) -> HostModule:
-        assert name == self.name
-        return self
-
-    def launch(self, grid: Any, block: int, arguments: Any, *, shared_bytes: int, pdl: bool) -> None:
-        assert pdl
-        assert shared_bytes <= row_product.SHARED_BYTES
-        places = ", ".join(f"Word{{words[{i}]}}" for i in range(len(arguments)))
-        call = CALL.format(cluster=grid[0] if self.waits else self.cluster, name=self.name, arguments=places)
-        library = _compiled(self.source + call, self.folder)
-        words = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
-        sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
-        library.run(sizes, block, words)
-
-
-def _word(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return int(value.data_ptr())
-    return value if isinstance(value, int) else int(struct.unpack("I", struct.pack("f", value))[0])
-
-
-def _compiled(source: str, folder: Path) -> ctypes.CDLL:
-    name = hashlib.sha256(source.encode()).hexdigest()[:16]
-    library = folder / f"{name}.so"
-    if not library.exists():
-        path = folder / f"{name}.cpp"
-        path.write_text(source)
-        subprocess.run([str(COMPILER), *FLAGS, "-shared", str(path), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the sources, with the header compiled once for all of them."""
-    made = tmp_path_factory.mktemp("row_kernels")
-    header = Path(shutil.copy(HEADER, made))
-    subprocess.run([str(COMPILER), *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
-    return made
-
-
-@pytest.fixture(autouse=True)
-def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    HostModule.folder = folder
-    monkeypatch.setattr(nvrtc, "load_source", lambda parts, device, **constants: HostModule(parts, constants))
-    monkeypatch.setattr(nvrtc, "works", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-
-def normal(seed: int, *size: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
-    assert torch.isfinite(ours.float()).all()
-    assert float((ours.float() - theirs).norm() / theirs.norm()) < tolerance
-
-
 REFERENCE = TorchKernels("cpu", "f32")
 
 
@@ -126,6 +41,27 @@ def test_a_product(rows: int, depth: int, extra: str) -> None:
 @pytest.mark.parametrize(("rows", "depth", "extra"), [(64, 96, "norm"), (24, 2048, "gated"), (13, 144, "residual")])
 def test_a_product_with_weights_in_fp8(rows: int, depth: int, extra: str) -> None:
     check_product(rows, depth, extra, is_fp8=True)
+
+
+@pytest.mark.parametrize("name", [format.name for format in LAYOUTS if format.name != "MXFP4"])
+@pytest.mark.parametrize(("rows", "depth", "extra"), [(24, 512, "norm"), (12, 4352, "gated"), (13, 256, "residual")])
+def test_a_product_with_quantised_weights(name: str, rows: int, depth: int, extra: str) -> None:
+    """x is rounded to 16 bits for every 16 columns."""
+    gated = extra == "gated"
+    source = exotic_tensor(name, rows * (2 if gated else 1), depth)
+    weight = pack((source,), "cpu")
+    stream = normal(2, 1, depth, dtype=torch.float32)
+    norm = None if extra == "residual" else Norm(normal(3, depth), None, 1e-5)
+    x = stream.to(torch.bfloat16) if extra == "residual" else stream
+    residual = normal(5, 1, rows, dtype=torch.float32) if extra == "residual" else None
+    out = row_product.row_product(
+        x, weight.rows, norm=norm, bias=None, residual=residual, activation=0 if gated else -1,
+        out_dtype=torch.float32, num_processors=PROCESSORS, codes=weight.constants(),
+    )  # fmt: skip
+    expected = (x.float() if norm is None else REFERENCE.norm(x, norm)) @ torch.from_numpy(source.dequantize()).T
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :rows]) * expected[:, rows:]
+    close(out, expected if residual is None else expected + residual, 1e-4)
 
 
 @pytest.mark.parametrize(("rows", "depth", "ring"), [(176, 128, 10_000), (140, 264, 4_500)])

@@ -29,6 +29,8 @@ from bifolio.kernels.cuda.row_product import (
     row_product,
 )
 from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
+from bifolio.kernels.triton.row_layouts import EXPONENTS, pack
+from exotic_weights import exotic_tensor
 
 SHAPE = AttentionShape(0, 8, 2, 64, 0.125)
 
@@ -115,14 +117,15 @@ class Recorder:
         assert pdl
         self.grid, self.block, self.arguments, self.shared_bytes = tuple(grid), block, tuple(arguments), shared_bytes
 
-    def source(self) -> str:
+    @staticmethod
+    def source(parts: tuple[str, ...]) -> str:
         folder = resources.files("bifolio.kernels.cuda")
-        return "".join(folder.joinpath(f"{part}.cu").read_text("utf-8") for part in self.parts)
+        return "".join(folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts)
 
     def check(self) -> None:
-        """The source uses all constants, and the arguments have the types of its parameters."""
-        text = re.sub(r"//.*", "", self.source())
-        assert all(re.search(rf"\b{name}\b", text) for name in self.constants)
+        """The sources use all constants, and the arguments have the types of the parameters."""
+        every, text = (re.sub(r"//.*", "", self.source(parts)) for parts in (self.parts, self.parts[-1:]))
+        assert all(re.search(rf"\b{name}\b", every) for name in self.constants)
         found = re.search(rf"\b{self.parts[-1]}\(([^)]*)\)", text)
         assert found is not None
         types = ["pointer" if "*" in each else each.split()[0] for each in found[1].split(",")]
@@ -156,6 +159,20 @@ def test_the_launch_of_a_product(rows: int, depth: int, gated: bool, recorder: R
     own = recorder.constants
     assert (own["IS_NORMED"], own["IS_SCALE_WIDE"], own["IS_X_WIDE"], own["IS_OUT_WIDE"]) == (True, False, True, False)
     assert (own["HAS_BIAS"], own["IS_BIAS_WIDE"], own["HAS_RESIDUAL"], own["IS_FIRST"]) == (True, True, False, False)
+
+
+def test_the_launch_of_a_product_with_codes(recorder: Recorder) -> None:
+    weight = pack((exotic_tensor("Q6_K", 96, 4096),), "cpu")
+    options: dict[str, Any] = {"norm": None, "residual": torch.zeros(1, 96), "num_processors": 2}
+    codes = weight.constants()
+    x = torch.zeros(1, 4096, dtype=torch.bfloat16)
+    assert can_multiply(x, weight.rows, gated=False, codes=codes, **options)
+    assert not can_multiply(x, weight.rows, gated=False, codes={**codes, "SCALES": EXPONENTS}, **options)
+    row_product(x, weight.rows, bias=None, activation=-1, out_dtype=torch.float32, codes=codes, **options)
+    recorder.check()
+    own = recorder.constants
+    assert (own["CODE_BYTES"], own["LOW"], own["HIGH"], own["GROUP"]) == (weight.rows.shape[1], 4, 2, 16)
+    assert (own["UNIT"], own["BY_TENSOR"], recorder.grid) == (8, False, (2,))
 
 
 def test_the_launch_of_a_product_with_an_adapter(recorder: Recorder) -> None:

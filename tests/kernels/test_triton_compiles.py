@@ -35,6 +35,7 @@ from bifolio.kernels.triton import (
     prefill,
     quantised_kernels,
     quantised_rows,
+    row_layouts,
     sampling,
     shared_attention,
     split_kv,
@@ -62,6 +63,8 @@ INTEGERS = {
     "num_columns",
     "num_rows",
     "num_outputs",
+    "out_stride",
+    "count",
     "vocab",
     "num_chunks",
     "num_tokens",
@@ -257,16 +260,16 @@ QUANTISED_TILES = {
     },
     "few rows, fixed": {"ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "SPLITS": 1},
 }
-for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1", "MXFP4")):
-    shape = {**PRODUCT, "KIND": number, "OUTPUTS": 32}
-    CASES[f"one row {format}"] = (
-        quantised_kernels.one_row_kernel, {**shape, "BLOCKS": 64, "STAGES": 1, "HAS_NORM": True, "OUTPUTS": 4}, 4,
-    )  # fmt: skip
+for format, layout in row_layouts.LAYOUTS.items():
     for name, tile in QUANTISED_TILES.items():
-        CASES[f"{name} {format}"] = (quantised_rows.few_rows_kernel, {**shape, **tile, "PRECISION": "tf32"}, 8)
-    CASES[f"dequantise {format}"] = (
-        quantised_kernels.dequantise_kernel, {"DEPTH": 4096, "KIND": number, "BLOCKS": 32, "LOOKS_UP": True}, 4,
+        depth = int(tile.get("DEPTH", 4096)) // 256 * 256
+        own = {**PRODUCT, **tile, "DEPTH": depth, **layout.constants(depth), "PRECISION": "tf32"}
+        CASES[f"{name} {format.name}"] = (quantised_rows.few_rows_kernel, own, 8)
+    own = {"DEPTH": 4096, **layout.constants(4096), "OUTPUTS": 4, "BLOCK": 1024}
+    CASES[f"one row {format.name}"] = (
+        quantised_kernels.one_row_kernel, {**PRODUCT, **own, "HAS_NORM": True, "ACTIVATION": 0}, 4,
     )  # fmt: skip
+    CASES[f"dequantise {format.name}"] = (quantised_kernels.dequantise_kernel, {**own, "LOOKS_UP": True}, 4)
 
 
 for group in (128, 4096):  # columns of an FP8 weight that share a scale; all of a row have one
@@ -299,9 +302,7 @@ CASES["rows in FP8"] = (
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
-    stored = {0: "*i8", 1: "*u8", 2: "*u8", 3: "*u8"}.get(constants.get("KIND", -1), kind("values"))
-    factors = "*u8" if constants.get("KIND") == 3 else "*fp16"
-    kinds = {"values": stored, "scales": factors, "minima": factors, "factor": "fp32"}
+    kinds = {"words": "*i32", "halves": "*fp16", "bytes": "*u8", "factor": "fp32"}
     if "changes" in name:
         kinds = CHANGED
     elif "FP8 cache" in name:

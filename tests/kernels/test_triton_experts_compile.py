@@ -19,10 +19,16 @@ from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
 from bifolio.kernels.triton import expert_choice, expert_kernels, expert_order, expert_words, experts, mxfp4
+from bifolio.kernels.triton.row_layouts import LAYOUTS
+from bifolio.quant.formats import QuantFormat
 
 pytestmark = pytest.mark.full
-DENSE, MXFP4 = -1, 3
-SIZES = {DENSE: {"TOP_K": 8, "DEPTH": 2048}, MXFP4: {"TOP_K": 4, "DEPTH": 2880}}  # Qwen3-30B-A3B, gpt-oss-20b
+DENSE, ROWS, MXFP4 = -1, 0, 3
+SIZES = {
+    DENSE: {"TOP_K": 8, "DEPTH": 2048, **experts.NO_LAYOUT},  # Qwen3-30B-A3B
+    ROWS: {"TOP_K": 8, "DEPTH": 2048, **LAYOUTS[QuantFormat.Q6_K].constants(2048)},
+    MXFP4: {"TOP_K": 4, "DEPTH": 2880, **experts.NO_LAYOUT},  # gpt-oss-20b
+}
 SILU, CLAMPED = 0, 4
 POINTERS = {
     "x": "*bf16", "bias": "*bf16", "norm_weight": "*bf16", "shares": "*fp32", "residual": "*fp32", "out": "*bf16",
@@ -32,8 +38,9 @@ NUMBERS = {"num_outputs", "num_experts", "num_pairs", "num_tiles", "num_columns"
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int = 3, **kinds: str) -> Any:
-    stored = ("*bf16",) * 3 if constants.get("KIND", DENSE) == DENSE else ("*i32", "*u8", "*u8")
-    known = {**POINTERS, **dict(zip(("weight", "scales", "minima"), stored, strict=True)), **kinds}
+    stored = {DENSE: ("*bf16",) * 3, ROWS: ("*i32", "*fp16", "*u8"), MXFP4: ("*i32", "*u8", "*u8")}
+    arrays = zip(("weight", "halves", "bytes"), stored[constants.get("KIND", DENSE)], strict=True)
+    known = {**POINTERS, **dict(arrays), **kinds}
     signature = {
         name: "constexpr" if name in constants else "i32" if name in NUMBERS else known.get(name, "*i32")
         for name in kernel.arg_names
@@ -42,20 +49,21 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int = 3
     return triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
 
 
-def test_products_of_one_token_compile() -> None:
+@pytest.mark.parametrize("kind", [DENSE, ROWS])
+def test_products_of_one_token_compile(kind: int) -> None:
     for kernel, choose in (
         (expert_kernels.up_kernel, experts.up_tile),
         (expert_kernels.down_kernel, experts.down_tile),
     ):
-        tile = choose(DENSE, SIZES[DENSE]["DEPTH"])
+        tile = choose(kind, SIZES[kind]["DEPTH"])
         constants = {
-            **SIZES[DENSE], "KIND": DENSE, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "HAS_BIAS": False,
+            **SIZES[kind], "KIND": kind, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "HAS_BIAS": False,
             "STAGES": tile.stages,
         }  # fmt: skip
         if kernel is expert_kernels.up_kernel:
             constants |= {"HAS_NORM": True, "ACTIVATION": SILU, "GATED": True}
         else:
-            constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[DENSE]["TOP_K"]}
+            constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[kind]["TOP_K"]}
         assert "ptx" in compiled(kernel, constants, tile.warps).asm
 
 

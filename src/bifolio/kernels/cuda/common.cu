@@ -40,6 +40,18 @@ __device__ __forceinline__ u32 shared_word(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ u32 shared_half(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 shared_byte(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -80,6 +92,20 @@ __device__ __forceinline__ void copy_passing(u32 target, const u8 *source, u32 b
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+// Copies 16, 8 or 4 bytes of which the first `bytes` exist; zeros take the place of the others.
+template <int SIZE = 16> __device__ __forceinline__ void copy_async(u32 target, const u8 *source, u32 bytes) {
+    if (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(SIZE), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Waits for THREADS threads of a thread block, all of which call it; `sync_others` beside it for others.
@@ -134,6 +160,16 @@ __device__ __forceinline__ void peer_store(float *target, int rank, float value)
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
+// The four values that another thread block of the cluster has at the address of one's own `source`.
+__device__ __forceinline__ float4 peer_load(const float *source, int rank) {
+    u32 there;
+    float4 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(source)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+    return v;
+}
+
 // -- numbers -----------------------------------------------------------------------------------------------------------
 // The numbers of a pair of bf16.
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
@@ -148,10 +184,50 @@ __device__ __forceinline__ float2 fp8_pair(u32 word) {
     return v;
 }
 
+// The number of an f16 in the lower half of a word.
+__device__ __forceinline__ float half_number(u32 bits) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"((u16)bits));
+    return v;
+}
+
+// The nearest whole number.
+__device__ __forceinline__ int whole(float x) {
+    int y;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+// sum + the products of four signed bytes.
+__device__ __forceinline__ int dot_bytes(u32 a, u32 b, int sum) {
+    int y;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(sum));
+    return y;
+}
+
 __device__ __forceinline__ u32 round_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// Operations on pairs of bf16.
+__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
+    u32 product;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+__device__ __forceinline__ u32 subtract_pair(u32 a, u32 b) {
+    u32 difference;
+    asm("sub.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
+
+__device__ __forceinline__ u32 multiply_add_pair(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
 }
 
 // Adds the product of 16 rows and 8 columns, 16 deep, whose fragments the lanes of a warp hold.

@@ -24,22 +24,6 @@ __device__ __forceinline__ uint4 load_matrices(u32 address) {
     return v;
 }
 
-__device__ __forceinline__ void copy_async(u32 target, const u8 *source, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
-    u32 product;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
 // -- unpacking ---------------------------------------------------------------------------------------------------------
 // The scale in byte BYTE as a pair of bf16: 2 ** (byte - 127), which is the scale of the block times 2 ** 126.
 template <int BYTE> __device__ __forceinline__ u32 scale_pair(u32 scales) {

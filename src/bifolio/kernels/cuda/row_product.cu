@@ -1,4 +1,5 @@
-// A row times a matrix in bf16, or in FP8 (E4M3) with a scale for each row, with the operations before and after:
+// A row times a matrix in bf16, in FP8 (E4M3) with a scale for each row, or in codes with scales of groups (`row_codes`), with
+// the operations before and after:
 //
 //     out = act(norm(x) @ weight.T + bias + changes of an adapter) + residual          (each part optional)
 //
@@ -14,42 +15,16 @@
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then if BY_TENSOR),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
 // HAS_RESIDUAL, IS_RESIDUAL_WIDE (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there),
-// CHOICES (0: no experts), THIN_WIDTH, THIN_PARTS, AIDES (`row_changes.cu`).
+// CHOICES (0: no experts), CODE_BYTES (of a row of codes; 0: other weights), THIN_WIDTH, THIN_PARTS, AIDES (`row_changes.cu`).
 constexpr bool IS_GATED = ACTIVATION >= 0;
 constexpr bool IS_UP = CHOICES > 0 && IS_GATED, IS_DOWN = CHOICES > 0 && !IS_GATED;  // of experts
 constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;             // of a unit
 constexpr int SEGMENT = IS_DOWN ? DEPTH / CHOICES : DEPTH;      // columns of a matrix
-constexpr int BYTES = IS_FP8 ? 1 : 2;                            // of a weight
-constexpr int ROW_BYTES = SEGMENT * BYTES;
+constexpr int BYTES = IS_FP8 ? 1 : 2;                            // of a dense weight
+constexpr int ROW_BYTES = CODE_BYTES ? CODE_BYTES : SEGMENT * BYTES;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
 constexpr int THREADS = WARPS * 32, ALL_THREADS = THREADS + (IS_ADAPTED ? AIDE_THREADS : 0);  // that add the results
-
-__device__ __forceinline__ float number(u16 bits) { return __uint_as_float((u32)bits << 16); }
-
-template <int N> struct Values {
-    float v[N];
-
-    template <bool IS_WIDE> __device__ __forceinline__ void read(const void *source, int column) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4)
-            if (IS_WIDE) {
-                float4 four = *(const float4 *)((const float *)source + column + i);
-                v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-            } else {
-                uint2 four = *(const uint2 *)((const u16 *)source + column + i);
-                v[i] = low(four.x), v[i + 1] = high(four.x), v[i + 2] = low(four.y), v[i + 3] = high(four.y);
-            }
-    }
-
-    // Multiplies by the weights of the norm; returns the sum of the squares before.
-    __device__ __forceinline__ float scale(const Values &factors) {
-        float square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < N; ++i) square = fmaf(v[i], v[i], square), v[i] *= factors.v[i];
-        return square;
-    }
-};
 
 // The part of x of a lane that multiplies and adds: VECTOR columns of each span of its warp.
 struct Lanes {
@@ -119,18 +94,7 @@ struct Lanes {
             if (exists(p))
 #pragma unroll
                 for (int r = 0; r < UNIT; ++r) sum[r] = multiply_row(x[p], slot + place(p) + r * PITCH, sum[r]);
-        // Each exchange halves the rows of a lane.
-        int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int n = UNIT, mask = 16; n > 1; n /= 2, mask /= 2)
-#pragma unroll
-            for (int i = 0; i < n / 2; ++i) {
-                float kept = lane & mask ? sum[i + n / 2] : sum[i], sent = lane & mask ? sum[i] : sum[i + n / 2];
-                sum[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, sent, mask);
-            }
-#pragma unroll
-        for (int mask = 16 / UNIT; mask > 0; mask /= 2) sum[0] += __shfl_xor_sync(0xFFFFFFFFu, sum[0], mask);
-        if (lane % (32 / UNIT) == 0) sums[lane / (32 / UNIT) * WARPS] = sum[0];
+        add_lanes(sum, sums);
     }
 };
 
@@ -233,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
     auto fetch = [&](int i) {
         u32 slot = ring + i % STAGES * UNIT_BYTES, barrier = full + i % STAGES * 8;
         int unit = blockIdx.x + i * gridDim.x;
-        if (lane == 0) expect_bytes(barrier, UNIT * DEPTH * BYTES);
+        if (lane == 0) expect_bytes(barrier, UNIT * ROW_BYTES * (DEPTH / SEGMENT));
         __syncwarp();
         if (IS_DOWN) {
             const u8 *rows = weight + ((u64)chosen * outputs + unit * UNIT) * ROW_BYTES;
@@ -278,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
         return;
     }
 
-    Either<BY_TENSOR, Fragments, Lanes>::type part;
+    Either<(CODE_BYTES > 0), Codes, Either<BY_TENSOR, Fragments, Lanes>::type>::type part;
     if (IS_NORMED) part.read_factors(scales);
     int own = threadIdx.x, own_output = (blockIdx.x + own / OUTPUTS * gridDim.x) * OUTPUTS + own % OUTPUTS;
     float own_scale = 1.0f, up_scale = 1.0f;

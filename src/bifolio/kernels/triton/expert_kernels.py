@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Products of experts: dense weights (KIND -1), MXFP4 in words (KIND 3), or blocks (KIND as in `quantised_kernels`).
+"""Products of experts: dense weights (KIND -1), quantised rows (KIND 0, `row_layouts`), or MXFP4 in words (KIND 3).
 
 Products of one token and experts in MXFP4 are in `expert_words`.
 
@@ -19,21 +19,10 @@ import triton.language as tl
 from bifolio.kernels.triton.mxfp4 import dense_tile
 from bifolio.kernels.triton.norm import activate, gated
 from bifolio.kernels.triton.pdl import IS_POSSIBLE, wait_for_inputs
-from bifolio.kernels.triton.quantised_kernels import dot_blocks, load_codes, load_factors, multiply_codes
+from bifolio.kernels.triton.quantised_kernels import dense_tile as quantised_tile
 from bifolio.kernels.triton.tma import load_tile
 
 FEWEST_TURNED = tl.constexpr(64)  # rows from which on tensor cores read unpacked MXFP4 from shared memory
-
-
-@triton.jit
-def _columns(start: tl.tensor, KIND: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """The columns of x that a step reads: [BLOCK], or [blocks, elements] (those of low nibbles)."""
-    if KIND < 0:
-        column = start + tl.arange(0, BLOCK)
-    else:
-        ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
-        column = start + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, ELEMENTS)[None, :]
-    return column
 
 
 @triton.jit
@@ -55,41 +44,45 @@ def _normed(
 
 
 @triton.jit
-def _add_products(
-    sums: tl.tensor,  # f32[rows, block], or [rows, blocks] of quantised weights
-    weight: tl.tensor,
-    scales: tl.tensor,
-    minima: tl.tensor,
+def _load_weights(
+    weight: tl.tensor,  # dense numbers, or words; the second array has halves, or exponents of words
+    halves: tl.tensor,
+    bytes: tl.tensor,
     row: tl.tensor,  # i64[rows]
     exists: tl.tensor,
     start: tl.tensor,
-    first: tl.tensor,  # f32[1 or rows, columns of the step]
-    second: tl.tensor,  # the same for high nibbles
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    HIGH_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    TOPS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
+    """f32[rows, BLOCK]"""
     if KIND < 0:
         column = start + tl.arange(0, BLOCK)
         mask = exists[:, None] & (column < DEPTH)[None, :]
-        numbers = tl.load(weight + row[:, None] * DEPTH + column[None, :], mask=mask, other=0.0)
-        sums += numbers.to(tl.float32) * first
+        numbers = tl.load(weight + row[:, None] * DEPTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
     else:
-        block = start // 32 + tl.arange(0, BLOCK // 32)
-        inside = exists[:, None] & (block < DEPTH // 32)[None, :]
-        place = row[:, None] * (DEPTH // 32) + block[None, :]
-        codes = load_codes(weight, place, inside, KIND)
-        scale, offset = load_factors(scales, minima, place, inside, KIND)
-        sums += dot_blocks(codes, scale, offset, first, second, KIND)
-    return sums
+        numbers = quantised_tile(
+            weight, halves, bytes, row, exists, start // BLOCK, tl.float32, DEPTH, BLOCK, LOW, HIGH, GROUP, SCALES,
+            ZERO, HIGH_AT, SCALES_AT, TOPS_AT, ROW_BYTES,
+        )  # fmt: skip
+    return numbers
 
 
 @triton.jit
 def up_kernel(
     x: tl.tensor,  # [tokens, depth]
     weight: tl.tensor,
-    scales: tl.tensor,
-    minima: tl.tensor,
+    halves: tl.tensor,
+    bytes: tl.tensor,
     bias: tl.tensor,  # [experts, outputs (times 2 if GATED)]
     norm_weight: tl.tensor,  # [depth]
     experts: tl.tensor,  # i32[pairs]
@@ -98,6 +91,15 @@ def up_kernel(
     eps: tl.tensor,
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    HIGH_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    TOPS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     TOP_K: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -108,32 +110,33 @@ def up_kernel(
     ACTIVATION: tl.constexpr,
 ) -> None:
     """act(gate x) * (up x) of one pair, or act(up x) without gates: GEMV over rows of its expert."""
-    WIDTH: tl.constexpr = BLOCK if KIND < 0 else BLOCK // 32
     pair = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     exists = output < num_outputs
-    sums = tl.zeros([OUTPUTS, WIDTH], tl.float32)
-    up_sums = tl.zeros([OUTPUTS, WIDTH], tl.float32)
-    squares = tl.zeros(_columns(0, KIND, BLOCK).shape, tl.float32)
+    sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
     wait_for_inputs()
     expert = tl.load(experts + pair).to(tl.int64)
     row = expert * num_outputs * (2 if GATED else 1) + output
     source = x + (pair // TOP_K).to(tl.int64) * DEPTH
     for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
-        column = _columns(start, KIND, BLOCK)
-        first, squares = _normed(source, norm_weight, column, squares, DEPTH, HAS_NORM)
-        second = first
-        if KIND == 1 or KIND == 2:
-            second, squares = _normed(source, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
-        first, second = tl.expand_dims(first, 0), tl.expand_dims(second, 0)
-        sums = _add_products(sums, weight, scales, minima, row, exists, start, first, second, DEPTH, KIND, BLOCK)
+        column = start + tl.arange(0, BLOCK)
+        values, squares = _normed(source, norm_weight, column, squares, DEPTH, HAS_NORM)
+        weights = _load_weights(
+            weight, halves, bytes, row, exists, start, DEPTH, KIND, LOW, HIGH, GROUP, SCALES, ZERO, HIGH_AT, SCALES_AT,
+            TOPS_AT, ROW_BYTES, BLOCK,
+        )  # fmt: skip
+        sums += weights * values[None, :]
         if GATED:
-            up_sums = _add_products(
-                up_sums, weight, scales, minima, row + num_outputs, exists, start, first, second, DEPTH, KIND, BLOCK
-            )
+            weights = _load_weights(
+                weight, halves, bytes, row + num_outputs, exists, start, DEPTH, KIND, LOW, HIGH, GROUP, SCALES, ZERO,
+                HIGH_AT, SCALES_AT, TOPS_AT, ROW_BYTES, BLOCK,
+            )  # fmt: skip
+            up_sums += weights * values[None, :]
     gate, up = tl.sum(sums, axis=1), tl.sum(up_sums, axis=1)
     if HAS_NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(tl.reshape(squares, [squares.numel]), axis=0) / DEPTH + eps)
+        factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / DEPTH + eps)
         gate, up = gate * factor, up * factor
     if HAS_BIAS:
         gate += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
@@ -147,8 +150,8 @@ def up_kernel(
 def down_kernel(
     x: tl.tensor,  # [pairs, depth]
     weight: tl.tensor,
-    scales: tl.tensor,
-    minima: tl.tensor,
+    halves: tl.tensor,
+    bytes: tl.tensor,
     bias: tl.tensor,  # [experts, outputs]
     residual: tl.tensor,  # [tokens, outputs]
     experts: tl.tensor,  # i32[pairs]
@@ -157,6 +160,15 @@ def down_kernel(
     num_outputs: tl.tensor,
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    HIGH_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    TOPS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,  # power of 2, at least TOP_K
     OUTPUTS: tl.constexpr,
@@ -166,27 +178,24 @@ def down_kernel(
     HAS_RESIDUAL: tl.constexpr,
 ) -> None:
     """The weighted sum of a token's experts: GEMV over the same rows of all of them at once."""
-    WIDTH: tl.constexpr = BLOCK if KIND < 0 else BLOCK // 32
     token = tl.program_id(1).to(tl.int64)
     number = tl.arange(0, CHOICES * OUTPUTS)
     choice, output = number // OUTPUTS, tl.program_id(0) * OUTPUTS + number % OUTPUTS
     pair = token * TOP_K + choice
     exists = (choice < TOP_K) & (output < num_outputs)
-    sums = tl.zeros([CHOICES * OUTPUTS, WIDTH], tl.float32)
+    sums = tl.zeros([CHOICES * OUTPUTS, BLOCK], tl.float32)
     wait_for_inputs()
     row = tl.load(experts + pair, mask=exists, other=0).to(tl.int64) * num_outputs + output
     share = tl.load(shares + pair, mask=exists, other=0.0)
     for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
-        column = tl.expand_dims(_columns(start, KIND, BLOCK), 0)
-        mine = exists[:, None]
-        source = x + pair[:, None] * DEPTH
-        if KIND >= 0:
-            mine, source = mine[:, :, None], source[:, :, None]
-        first = tl.load(source + column, mask=mine & (column < DEPTH), other=0.0).to(tl.float32)
-        second = first
-        if KIND == 1 or KIND == 2:
-            second = tl.load(source + column + 16, mask=mine & (column < DEPTH), other=0.0).to(tl.float32)
-        sums = _add_products(sums, weight, scales, minima, row, exists, start, first, second, DEPTH, KIND, BLOCK)
+        column = start + tl.arange(0, BLOCK)
+        mask = exists[:, None] & (column < DEPTH)[None, :]
+        values = tl.load(x + pair[:, None] * DEPTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        weights = _load_weights(
+            weight, halves, bytes, row, exists, start, DEPTH, KIND, LOW, HIGH, GROUP, SCALES, ZERO, HIGH_AT, SCALES_AT,
+            TOPS_AT, ROW_BYTES, BLOCK,
+        )  # fmt: skip
+        sums += weights * values
     result = tl.sum(sums, axis=1)
     if HAS_BIAS:
         result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
@@ -201,15 +210,23 @@ def down_kernel(
 def _multiply_step(
     sums: tl.tensor,  # f32[outputs, rows], or [rows, outputs] if TURNED
     weight: tl.tensor,  # the stack, or its descriptor
-    scales: tl.tensor,
-    minima: tl.tensor,
+    halves: tl.tensor,
+    bytes: tl.tensor,
     first_row: tl.tensor,  # of the tile, in the stack
     output_exists: tl.tensor,
     start: tl.tensor,
-    first: tl.tensor,  # [rows, columns]
-    second: tl.tensor,
+    values: tl.tensor,  # [rows, columns]
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    HIGH_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    TOPS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     DESCRIBED: tl.constexpr,
     TURNED: tl.constexpr,
@@ -219,22 +236,19 @@ def _multiply_step(
     if KIND < 0:
         source = weight if DESCRIBED else weight + row.to(tl.int64)[:, None] * DEPTH
         numbers = load_tile(source, first_row, output_exists, start, DEPTH, BLOCK, DESCRIBED)
-        sums = tl.dot(numbers, tl.trans(first), sums, input_precision=PRECISION)
     elif KIND == 3:
-        IN_PAIRS: tl.constexpr = IS_POSSIBLE and first.dtype == tl.bfloat16
-        numbers = dense_tile(weight, scales, row.to(tl.int64), output_exists, start, DEPTH, BLOCK, IN_PAIRS, TURNED)
-        numbers = numbers.to(first.dtype)
-        if TURNED:
-            sums = tl.dot(first, numbers, sums, input_precision=PRECISION)
-        else:
-            sums = tl.dot(numbers, tl.trans(first), sums, input_precision=PRECISION)
+        IN_PAIRS: tl.constexpr = IS_POSSIBLE and values.dtype == tl.bfloat16
+        numbers = dense_tile(weight, halves, row.to(tl.int64), output_exists, start, DEPTH, BLOCK, IN_PAIRS, TURNED)
+        numbers = numbers.to(values.dtype)
     else:
-        block = start // 32 + tl.arange(0, BLOCK // 32)
-        inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
-        place = row.to(tl.int64)[:, None] * (DEPTH // 32) + block[None, :]
-        codes = load_codes(weight, place, inside, KIND)
-        scale, offset = load_factors(scales, minima, place, inside, KIND)
-        sums = multiply_codes(sums, codes, scale, offset, first, second, KIND, PRECISION)
+        numbers = quantised_tile(
+            weight, halves, bytes, row.to(tl.int64), output_exists, start // BLOCK, values.dtype, DEPTH, BLOCK,
+            LOW, HIGH, GROUP, SCALES, ZERO, HIGH_AT, SCALES_AT, TOPS_AT, ROW_BYTES,
+        )  # fmt: skip
+    if TURNED:
+        sums = tl.dot(values, numbers, sums, input_precision=PRECISION)
+    else:
+        sums = tl.dot(numbers, tl.trans(values), sums, input_precision=PRECISION)
     return sums
 
 
@@ -242,8 +256,8 @@ def _multiply_step(
 def grouped_kernel(
     x: tl.tensor,  # [tokens, depth] if FIRST, else [pairs, depth] in the order of experts
     weight: tl.tensor,
-    scales: tl.tensor,
-    minima: tl.tensor,
+    halves: tl.tensor,
+    bytes: tl.tensor,
     bias: tl.tensor,  # [experts, outputs (times 2 if GATED)]
     pairs: tl.tensor,
     shares: tl.tensor,  # f32[pairs]  weight of each pair; unused if FIRST
@@ -255,6 +269,15 @@ def grouped_kernel(
     num_outputs: tl.tensor,
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    HIGH_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    TOPS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
     TOP_K: tl.constexpr,
     FIRST: tl.constexpr,  # the first product, with its activation
     GATED: tl.constexpr,
@@ -287,27 +310,21 @@ def grouped_kernel(
         else:
             sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
             up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        if KIND <= 0 or KIND == 3:
-            position = tl.arange(0, BLOCK)
-        else:
-            position = tl.arange(0, BLOCK // 2) // 16 * 32 + tl.arange(0, BLOCK // 2) % 16
         for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
-            column = (start + position)[None, :]
+            column = (start + tl.arange(0, BLOCK))[None, :]
             wanted = exists[:, None]
             if DEPTH % BLOCK != 0:
                 wanted = wanted & (column < DEPTH)
-            first = tl.load(x_source + column, mask=wanted, other=0.0)
-            second = first
-            if KIND == 1 or KIND == 2:
-                second = tl.load(x_source + column + 16, mask=wanted, other=0.0)
+            values = tl.load(x_source + column, mask=wanted, other=0.0)
             sums = _multiply_step(
-                sums, weight, scales, minima, first_row, output_exists, start, first, second, DEPTH,
-                KIND, BLOCK, DESCRIBED, TURNED, PRECISION,
+                sums, weight, halves, bytes, first_row, output_exists, start, values, DEPTH, KIND, LOW, HIGH, GROUP,
+                SCALES, ZERO, HIGH_AT, SCALES_AT, TOPS_AT, ROW_BYTES, BLOCK, DESCRIBED, TURNED, PRECISION,
             )  # fmt: skip
             if GATED:
                 up_sums = _multiply_step(
-                    up_sums, weight, scales, minima, first_row + num_outputs, output_exists, start, first, second,
-                    DEPTH, KIND, BLOCK, DESCRIBED, TURNED, PRECISION,
+                    up_sums, weight, halves, bytes, first_row + num_outputs, output_exists, start, values, DEPTH, KIND,
+                    LOW, HIGH, GROUP, SCALES, ZERO, HIGH_AT, SCALES_AT, TOPS_AT, ROW_BYTES, BLOCK, DESCRIBED, TURNED,
+                    PRECISION,
                 )  # fmt: skip
         if TURNED:
             sums, up_sums = tl.trans(sums), tl.trans(up_sums)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from bifolio.kernels.interface import Experts
-from bifolio.kernels.triton import quantised
+from bifolio.kernels.triton import quantised, row_layouts
 from bifolio.kernels.triton.experts import Stack
-from bifolio.kernels.triton.quantised import CopiedRows
+from bifolio.kernels.triton.row_layouts import CopiedRows
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -160,7 +160,7 @@ class ExpertStream:
         return up, down
 
     def _packed(self, rows: CopiedRows) -> Any:
-        return quantised.pack((rows,), self._device)
+        return row_layouts.pack((rows,), self._device)
 
     def _start(self, number: int) -> None:
         if self._pending is not None:

@@ -28,15 +28,16 @@ from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, s
 from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
 from bifolio.kernels.triton.expert_words import down_words_kernel, spread_kernel, up_words_kernel
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
-from bifolio.kernels.triton.mxfp4 import dequantise_words, pack_words
+from bifolio.kernels.triton.mxfp4 import WordsWeight, dequantise_words, pack_words
 from bifolio.kernels.triton.norm import ACTIVATIONS
 from bifolio.kernels.triton.pdl import OVERLAPPED
-from bifolio.kernels.triton.quantised import QuantisedWeight
+from bifolio.kernels.triton.row_layouts import LAYOUTS, QuantisedWeight, pack
 from bifolio.kernels.triton.tma import can_be_described, describe
-from bifolio.quant.convert import convert
+from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 
-WORDS = 3  # KIND of MXFP4
+ROWS, WORDS = 0, 3  # KIND of quantised rows, of MXFP4
+NO_LAYOUT = LAYOUTS[QuantFormat.Q8_0].constants(0)  # constants of kernels with other weights
 FEW_TOKENS = 4  # up to this number every pair reads its expert's weights
 EXACT_TOKENS = 512  # up to this number the outputs of experts are kept in f32 until they are added
 DEQUANTISED_ROWS = 256  # pairs of an expert from which on weights in blocks are dequantised before the product
@@ -46,7 +47,7 @@ DEQUANTISED_ROWS = 256  # pairs of an expert from which on weights in blocks are
 class Stack:
     """One projection of all experts."""
 
-    weight: torch.Tensor | QuantisedWeight  # [experts * outputs, depth]; dense, or in blocks
+    weight: torch.Tensor | QuantisedWeight | WordsWeight  # [experts * outputs, depth]
     bias: torch.Tensor | None  # [experts * outputs]
     num_experts: int
 
@@ -60,21 +61,33 @@ class Stack:
 
     @property
     def kind(self) -> int:
-        return self.weight.kind if isinstance(self.weight, QuantisedWeight) else -1
+        if isinstance(self.weight, torch.Tensor):
+            return -1
+        return ROWS if isinstance(self.weight, QuantisedWeight) else WORDS
 
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weights, scales and minima, or the weights in their place."""
+        """The arrays of the weights as three arguments of a kernel."""
         weight = self.weight
         if isinstance(weight, torch.Tensor):
             return weight, weight, weight
-        return weight.values, weight.scales, weight.scales if weight.minima is None else weight.minima
+        return weight.arrays() if isinstance(weight, QuantisedWeight) else (weight.values, weight.scales, weight.scales)
+
+    @property
+    def group(self) -> int:
+        """Columns that a tile has at least."""
+        return self.weight.layout.group if isinstance(self.weight, QuantisedWeight) else 1
+
+    def constants(self) -> dict[str, int]:
+        """Constants of a kernel: the kind of weights, and the layout of quantised rows."""
+        layout = self.weight.constants() if isinstance(self.weight, QuantisedWeight) else NO_LAYOUT
+        return {"KIND": self.kind, **layout}
 
     def dense(self, dtype: torch.dtype) -> Stack:
         if isinstance(self.weight, torch.Tensor):
             return self
-        is_words = self.weight.format is QuantFormat.MXFP4
-        dequantise = dequantise_words if is_words else quantised.dequantise
-        return Stack(dequantise(self.weight, dtype), self.bias, self.num_experts)
+        if isinstance(self.weight, QuantisedWeight):
+            return Stack(quantised.dequantise(self.weight, dtype), self.bias, self.num_experts)
+        return Stack(dequantise_words(self.weight, dtype), self.bias, self.num_experts)
 
 
 def prepare_stacks(
@@ -102,13 +115,15 @@ def _prepare_fragments(
 
 
 def prepare_stack(linears: tuple[Linear, ...], torch_kernels: TorchKernels) -> Stack:
-    """Concatenate the weights of all experts: in blocks if all have one format, dense otherwise."""
+    """Concatenate the weights of all experts: quantised if all have one format, dense otherwise."""
     files = tuple(part for linear in linears for part in linear.parts)
     parts = tuple(convert(part, quantised.FORMATS, quickly_converted) for part in files)
-    weight: torch.Tensor | QuantisedWeight | None = None
+    if not quantised.usable(parts) and quantised.usable(parts, mixed=True):  # a stack has one format
+        parts = tuple(convert(part, DENSE_FORMATS | {QuantFormat.Q8_0}, quickly_converted) for part in parts)
+    weight: torch.Tensor | QuantisedWeight | WordsWeight | None = None
     if quantised.usable(parts):
-        pack = pack_words if parts[0].format is QuantFormat.MXFP4 else quantised.pack
-        weight = pack(parts, torch_kernels.device)
+        is_words = parts[0].format is QuantFormat.MXFP4
+        weight = (pack_words if is_words else pack)(parts, torch_kernels.device)
     if weight is None:
         weight = torch.cat([torch_kernels.tensor(part) for part in parts])
     quantised.release(files)
@@ -239,7 +254,7 @@ def _up(
     up_kernel[(triton.cdiv(outputs, tile.outputs), tokens * top_k)](
         x.contiguous(), *up.arrays(), x if up.bias is None else up.bias, x if norm is None else norm.weight,
         routing.experts, hidden, outputs, 0.0 if norm is None else norm.eps,
-        DEPTH=up.depth, KIND=up.kind, TOP_K=top_k, OUTPUTS=tile.outputs, BLOCK=_block(tile, up), STAGES=tile.stages,
+        DEPTH=up.depth, **up.constants(), TOP_K=top_k, OUTPUTS=tile.outputs, BLOCK=_block(tile, up), STAGES=tile.stages,
         HAS_NORM=norm is not None, HAS_BIAS=up.bias is not None, GATED=experts.gated,
         ACTIVATION=ACTIVATIONS[experts.activation], num_warps=tile.warps, **OVERLAPPED,
     )  # fmt: skip
@@ -254,7 +269,7 @@ def _down(
     down_kernel[(triton.cdiv(down.outputs, tile.outputs), tokens)](
         hidden, *down.arrays(), hidden if down.bias is None else down.bias, hidden if residual is None else residual,
         routing.experts, routing.weights, out, down.outputs,
-        DEPTH=down.depth, KIND=down.kind, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), OUTPUTS=tile.outputs,
+        DEPTH=down.depth, **down.constants(), TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), OUTPUTS=tile.outputs,
         BLOCK=_block(tile, down), STAGES=tile.stages, HAS_BIAS=down.bias is not None,
         HAS_RESIDUAL=residual is not None, num_warps=tile.warps, **OVERLAPPED,
     )  # fmt: skip
@@ -262,7 +277,7 @@ def _down(
 
 def _block(tile: Tile, stack: Stack) -> int:
     """Columns that a program reads at once."""
-    return int(min(tile.depth, triton.next_power_of_2(stack.depth)))
+    return int(max(min(tile.depth, triton.next_power_of_2(stack.depth)), stack.group))
 
 
 def _mix_words(
@@ -310,17 +325,18 @@ def _multiply(
     gated = first is not None and first.gated
     outputs = stack.outputs // (2 if gated else 1)
     tile = grouped_tile(stack.kind, tiles.rows, gated, x.dtype)
-    weight, scales, minima = stack.arrays()
+    depth = max(tile.depth, stack.group)
+    weight, halves, raw = stack.arrays()
     source: Any = weight
     described = stack.kind < 0 and x.dtype == weight.dtype and can_be_described(weight)
     if described:
-        source = describe(weight, tile.outputs, tile.depth)
+        source = describe(weight, tile.outputs, depth)
     grouped_kernel[(triton.cdiv(outputs, tile.outputs), len(tiles.expert))](
-        x, source, scales, minima, x if stack.bias is None else stack.bias, tiles.pairs, shares, tiles.expert,
+        x, source, halves, raw, x if stack.bias is None else stack.bias, tiles.pairs, shares, tiles.expert,
         tiles.begin, tiles.end, out, stack.num_experts, outputs,
-        DEPTH=stack.depth, KIND=stack.kind, TOP_K=top_k, FIRST=first is not None, GATED=gated,
+        DEPTH=stack.depth, **stack.constants(), TOP_K=top_k, FIRST=first is not None, GATED=gated,
         ACTIVATION=-1 if first is None else ACTIVATIONS[first.activation], HAS_BIAS=stack.bias is not None,
-        ROWS=tiles.rows, OUTPUTS=tile.outputs, BLOCK=tile.depth, STAGES=tile.stages, DESCRIBED=described,
+        ROWS=tiles.rows, OUTPUTS=tile.outputs, BLOCK=depth, STAGES=tile.stages, DESCRIBED=described,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
         **OVERLAPPED,
     )  # fmt: skip

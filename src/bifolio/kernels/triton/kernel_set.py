@@ -60,8 +60,8 @@ from bifolio.kernels.triton.head_products import head_products
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
-from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.recurrence import recur
+from bifolio.kernels.triton.row_layouts import QuantisedWeight
 from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.selective import scan_channels
 from bifolio.kernels.triton.shared_expert import fold_shared
@@ -69,6 +69,7 @@ from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.step.texts import TextSteps
 from bifolio.kernels.triton.towers import TowerKernels
 from bifolio.long_rope import LONG_ROPE
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
@@ -81,7 +82,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
     """
 
     name = "triton"
-    formats = quantised.FORMATS
+    formats: frozenset[QuantFormat] = quantised.FORMATS
     launches_ahead = True
     stores_fp8 = True
 

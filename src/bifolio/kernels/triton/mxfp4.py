@@ -19,14 +19,14 @@ block, and shifts, masks and the product with the scale work on both at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.quantised import QuantisedWeight
-from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 LARGEST_EXPONENT = 128  # of a scale: 2 ** (128 - 127 + 126) is the largest power of 2 in f32
@@ -34,7 +34,16 @@ LIFT = tl.constexpr(2.0**100)  # of x before products with numbers over 2 ** 126
 LIFTED = tl.constexpr(26)  # the exponent of 2 by which the scales are larger then
 
 
-def pack_words(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight | None:
+@dataclass(frozen=True, slots=True)
+class WordsWeight:
+    """A matrix [outputs, depth] on the device."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    shape: tuple[int, int]
+
+
+def pack_words(parts: tuple[QuantizedTensor, ...], device: str) -> WordsWeight | None:
     """Concatenate matrices in MXFP4; None where a scale is too large."""
     depth = parts[0].shape[1]
     values, scales = [], []
@@ -48,7 +57,7 @@ def pack_words(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeig
     if int(exponents.max()) > LARGEST_EXPONENT:
         return None
     words = torch.cat(values).view(torch.int32)
-    return QuantisedWeight(QuantFormat.MXFP4, words, exponents, None, (len(words), depth))
+    return WordsWeight(words, exponents, (len(words), depth))
 
 
 @triton.jit
@@ -164,7 +173,7 @@ def _dequantise_kernel(
     tl.store(out + row[:, None] * DEPTH + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
 
 
-def dequantise_words(weight: QuantisedWeight, dtype: torch.dtype) -> torch.Tensor:
+def dequantise_words(weight: WordsWeight, dtype: torch.dtype) -> torch.Tensor:
     """[outputs, depth]"""
     outputs, depth = weight.shape
     out = torch.empty((outputs, depth), dtype=dtype, device=weight.values.device)

@@ -17,7 +17,8 @@ from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
 from bifolio.kernels.triton.norm import ACTIVATIONS, act_mul
-from bifolio.kernels.triton.quantised import PackedWeights, QuantisedWeight
+from bifolio.kernels.triton.quantised import MixedWeight, PackedWeights
+from bifolio.kernels.triton.row_layouts import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described
 
 EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
@@ -104,7 +105,7 @@ class Products:
         if not rows or linear.prepared is None:
             return False
         weight = linear.prepared[0]
-        if self._deterministic or isinstance(weight, QuantisedWeight):
+        if self._deterministic or isinstance(weight, QuantisedWeight | MixedWeight):
             return self._deterministic or rows <= quantised.FEW_ROWS
         if isinstance(weight, Fp8Weight):
             return rows <= fp8_rows.SOME_ROWS
@@ -124,7 +125,7 @@ class Products:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
         options: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
-        is_packed = isinstance(weight, QuantisedWeight)
+        is_packed = isinstance(weight, QuantisedWeight | MixedWeight)
         if isinstance(weight, Fp8Weight) and fp8_rows.rounds(product.rows, self._dtype) and not self._deterministic:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
         if isinstance(change, Change):
@@ -134,7 +135,9 @@ class Products:
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
         x, options["norm"] = _operand(product)
         if is_packed:
-            return quantised.one_row(x, weight, **options)
+            is_first, self.begins_pass = self.begins_pass, False
+            processors = 0 if self._dtype == torch.float32 else self._num_processors  # the kernel in CUDA C++ rounds x
+            return quantised.one_row(x, weight, is_first=is_first, num_processors=processors, **options)
         values, scales, group = fp8.parts_of(weight)
         if self._num_processors and group in (0, values.shape[1]):
             own: dict[str, Any] = {

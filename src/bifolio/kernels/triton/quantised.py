@@ -1,135 +1,103 @@
-"""Weights in Q8_0, Q4_0, Q4_1 and MXFP4, used without conversion: a GPU reads a half or a quarter of the bytes.
-
-A block holds 32 values of a row. On the device values, scales and minima are separate arrays, for contiguous reads:
-
-    values   Q8_0: i8[outputs, depth]    others: u8[outputs, depth / 2], element j of a block beside element j + 16
-    scales   f16[outputs, depth / 32]    MXFP4: u8, exponents of 2 plus 127
-    minima   f16[outputs, depth / 32]    Q4_1 alone
+"""Quantised weights, used without conversion: a GPU reads the bytes of the file (`row_layouts`).
 
     out = act(norm(x) @ dequantised.T + bias) + residual          (each part optional)
 
-One row: plain multiply-adds on the blocks as they are read. Few rows: a tile of the weight is dequantised in registers
-and multiplied by tensor cores. Many rows: the whole weight is dequantised once, and cuBLAS multiplies.
+One row: `row_codes.cu` where CUDA kernels can be compiled, else multiply-adds on dequantised tiles. Few rows:
+`code_product.cu` there, else a kernel in Triton; both dequantise tiles of the weight in registers and multiply them
+by tensor cores. Many rows: the whole weight is dequantised once, and cuBLAS multiplies. Matrices that share their
+input but not their format are multiplied one after the other.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
+from bifolio.kernels.cuda import code_product
+from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import fp8, fp8_rows
-from bifolio.kernels.triton.epilogue import fused
+from bifolio.kernels.triton.epilogue import NO_ACTIVATION, fused
 from bifolio.kernels.triton.fp8 import Fp8Weight
 from bifolio.kernels.triton.gemm_small_m import shared_tiles
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED, RowTile
+from bifolio.kernels.triton.norm import ACTIVATIONS, act_mul
 from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, one_row_kernel
 from bifolio.kernels.triton.quantised_rows import few_rows_kernel
-from bifolio.quant.convert import DENSE_FORMATS, convert
-from bifolio.quant.formats import QuantFormat
+from bifolio.kernels.triton.row_layouts import LAYOUTS, QuantisedWeight, held_bits, pack
+from bifolio.quant.convert import DENSE_FORMATS, HeldFormats, convert
 from bifolio.quant.mapped import release_pages
 from bifolio.quant.tensor import QuantizedTensor
 
-KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2, QuantFormat.MXFP4: 3}  # KIND of the kernels
-FORMATS = DENSE_FORMATS | frozenset(KINDS)  # used without conversion
-HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4, QuantFormat.MXFP4: 1}  # before values
+FORMATS = HeldFormats({format: held_bits(format) for format in DENSE_FORMATS | frozenset(LAYOUTS)})  # not converted
 FEW_ROWS = 64  # products with at most this many rows dequantise tile by tile
 FIXED_ROWS = 64  # rows of a tile in deterministic mode, for any batch size
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedWeight:
-    """A matrix [outputs, depth] on the device, in blocks."""
+class MixedWeight:
+    """Matrices in several formats, one below the other."""
 
-    format: QuantFormat
-    values: torch.Tensor
-    scales: torch.Tensor
-    minima: torch.Tensor | None
-    shape: tuple[int, int]
+    parts: tuple[QuantisedWeight, ...]
 
     @property
-    def kind(self) -> int:
-        return KINDS[self.format]
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        parts = (self.values, self.scales, self.minima)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedRows:
-    """Rows of a matrix as the file holds them, on the device."""
-
-    format: QuantFormat
-    data: torch.Tensor  # u8[rows, row_bytes]
-    shape: tuple[int, int]
-
-
-def pack(parts: tuple[QuantizedTensor | CopiedRows, ...], device: str) -> QuantisedWeight:
-    """Concatenate matrices of one format and width; values and scales are separated on the device."""
-    format, (_, depth) = parts[0].format, parts[0].shape
-    raw = torch.cat([on_device(part.data, device) for part in parts])
-    blocks = raw.view(raw.shape[0], depth // 32, format.block_bytes)
-    header = HEADER_BYTES[format]
-    values = blocks[:, :, header:].contiguous().view(raw.shape[0], -1)
-    factors = blocks[:, :, :header].contiguous()
-    if format is not QuantFormat.MXFP4:
-        factors = factors.view(torch.float16)
-    return QuantisedWeight(
-        format,
-        values.view(torch.int8) if format is QuantFormat.Q8_0 else values,
-        factors[:, :, 0].contiguous(),
-        factors[:, :, 1].contiguous() if format is QuantFormat.Q4_1 else None,
-        (raw.shape[0], depth),
-    )
-
-
-def on_device(data: np.ndarray | torch.Tensor, device: str) -> torch.Tensor:
-    """Rows of a file; those of experts that a stream copied are there already."""
-    return data if isinstance(data, torch.Tensor) else torch.from_numpy(np.array(data)).to(device)
+def store(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight | MixedWeight:
+    """The matrices, one below the other, on the device."""
+    each = tuple(pack(tuple(run), device) for _, run in groupby(parts, key=lambda part: part.format))
+    return each[0] if len(each) == 1 else MixedWeight(each)
 
 
 # -- launching ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class QuantisedTile:
-    """Tile sizes of one product shape."""
-
-    outputs: int  # rows of the weight per program
-    blocks: int  # of 32 columns each, per tile
-    warps: int
-    stages: int = 1
-
-
 def one_row(
     x: torch.Tensor,  # [1, depth]
-    weight: QuantisedWeight,
+    weight: QuantisedWeight | MixedWeight,
     *,
     norm: Norm | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
-    tile: QuantisedTile | None = None,
+    tile: RowTile | None = None,
+    num_processors: int = 0,  # multiprocessors of a GPU; 0: there is none
+    is_first: bool = False,  # of a pass
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[1, outputs]"""
+    if isinstance(weight, MixedWeight):
+        own: dict[str, Any] = {"norm": norm, "num_processors": num_processors, "is_first": is_first}
+        return _one_by_one(one_row, x, weight, bias, residual, activation, out_dtype, own)
     outputs, depth = weight.shape
     outputs = outputs if activation is None else outputs // 2
-    tile = tile or one_row_tile(weight.format, outputs)
-    out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    codes = weight.constants()
+    operands: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": num_processors, "codes": codes}
+    if num_processors and tile is None and can_multiply(x, weight.rows, gated=activation is not None, **operands):
+        kind = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+        return row_product(
+            x, weight.rows, bias=bias, activation=kind, out_dtype=out.dtype, is_first=is_first, out=out, **operands
+        )
+    tile = tile or one_row_tile(outputs)
     one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
         x,
-        weight.values,
-        weight.scales,
-        weight.scales if weight.minima is None else weight.minima,
+        *weight.arrays(),
         x if norm is None else norm.weight,
         x if bias is None else bias,
         x if residual is None else residual,
@@ -137,10 +105,9 @@ def one_row(
         outputs,
         0.0 if norm is None else norm.eps,
         DEPTH=depth,
-        KIND=weight.kind,
+        **codes,
         OUTPUTS=tile.outputs,
-        BLOCKS=min(tile.blocks, triton.next_power_of_2(depth // 32)),
-        STAGES=tile.stages,
+        BLOCK=max(min(tile.depth, triton.next_power_of_2(depth)), weight.layout.group),
         HAS_NORM=norm is not None,
         **fused(bias, residual, activation),
         num_warps=tile.warps,
@@ -151,7 +118,7 @@ def one_row(
 
 def few_rows(
     x: torch.Tensor,  # [rows, depth]
-    weight: QuantisedWeight,
+    weight: QuantisedWeight | MixedWeight,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -159,20 +126,27 @@ def few_rows(
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
     fixed: bool = False,  # same tiles for any number of rows: results do not depend on the batch
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[rows, outputs]; correct for any number of rows, fast for few."""
+    if isinstance(weight, MixedWeight):
+        return _one_by_one(few_rows, x, weight, bias, residual, activation, out_dtype, {"tile": tile, "fixed": fixed})
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    codes, kind = weight.constants(), NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+    if out is None:
+        out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    if tile is None and not fixed and code_product.can_multiply(x, residual, bias, out, codes):
+        code_product.multiply(x, weight.rows, codes, out, bias=bias, residual=residual, activation=kind)
+        return out
     if tile is None:
-        tile = few_rows_tile(num_rows, outputs, depth, x.dtype, weight.kind, gated=activation is not None, fixed=fixed)
+        is_coded = weight.layout.low != 8
+        tile = few_rows_tile(num_rows, outputs, depth, x.dtype, is_coded, gated=activation is not None, fixed=fixed)
     rows = tile.rows if fixed else min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
-    out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
     few_rows_kernel[grid](
         x,
-        weight.values,
-        weight.scales,
-        weight.scales if weight.minima is None else weight.minima,
+        *weight.arrays(),
         x if bias is None else bias,
         x if residual is None else residual,
         out,
@@ -180,12 +154,13 @@ def few_rows(
         num_rows,
         outputs,
         x.stride(0),
+        out.stride(0),
         DEPTH=depth,
-        KIND=weight.kind,
+        **codes,
         SPLITS=tile.splits,
         ROWS=rows,
         OUTPUTS=tile.outputs,
-        BLOCK=tile.depth,
+        BLOCK=max(tile.depth, weight.layout.group),
         STAGES=tile.stages,
         SWAPPED=tile.swapped,
         **fused(bias, residual, activation),
@@ -197,55 +172,89 @@ def few_rows(
     return out
 
 
+def _one_by_one(
+    multiply: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: MixedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    own: dict[str, Any],
+) -> torch.Tensor:
+    """Each part writes its columns of the result. Gates and up projections are f32 until they are multiplied."""
+    out_dtype = out_dtype or x.dtype
+    kept = out_dtype if activation is None else torch.float32
+    out, start = torch.empty((x.shape[0], weight.shape[0]), dtype=kept, device=x.device), 0
+    for part in weight.parts:
+        stop = start + part.shape[0]
+        multiply(
+            x, part, bias=None if bias is None else bias[start:stop],
+            residual=None if residual is None else residual[:, start:stop], out=out[:, start:stop], **own,
+        )  # fmt: skip
+        start = stop
+    return out if activation is None else act_mul(out, activation).to(out_dtype)
+
+
 def dequantise(
-    weight: QuantisedWeight, dtype: torch.dtype, *, rows: torch.Tensor | None = None, factor: float = 1.0
+    weight: QuantisedWeight | MixedWeight, dtype: torch.dtype, *, rows: torch.Tensor | None = None, factor: float = 1.0
 ) -> torch.Tensor:
     """[n, depth]: the dequantised matrix, or the given rows of it, times `factor`."""
     depth = weight.shape[1]
+    parts = weight.parts if isinstance(weight, MixedWeight) else (weight,)
+    if rows is not None and len(parts) > 1:
+        raise ValueError("rows of matrices in several formats cannot be looked up")
     count = weight.shape[0] if rows is None else int(rows.shape[0])
-    out = torch.empty((count, depth), dtype=dtype, device=weight.values.device)
-    blocks = min(triton.next_power_of_2(depth // 32), 64)
-    if count:
-        dequantise_kernel[(count, triton.cdiv(depth // 32, blocks))](
-            weight.values,
-            weight.scales,
-            weight.scales if weight.minima is None else weight.minima,
-            weight.scales if rows is None else rows,
-            out,
-            factor,
-            DEPTH=depth,
-            KIND=weight.kind,
-            BLOCKS=blocks,
-            LOOKS_UP=rows is not None,
-            num_warps=4,
-            **OVERLAPPED,
-        )
+    out, start = torch.empty((count, depth), dtype=dtype, device=parts[0].rows.device), 0
+    for part in parts:
+        stop = start + (part.shape[0] if rows is None else count)
+        if stop > start:
+            _dequantise(part, out[start:stop], rows, factor)
+        start = stop
     return out
 
 
-def one_row_tile(format: QuantFormat, outputs: int) -> QuantisedTile:
-    """Tiles of 4 to 16 kB and several programs per multiprocessor."""
+def _dequantise(weight: QuantisedWeight, out: torch.Tensor, rows: torch.Tensor | None, factor: float) -> None:
+    (count, depth), together = out.shape, 1 if rows is not None else 4
+    block = max(min(triton.next_power_of_2(depth), 1024), weight.layout.group)
+    dequantise_kernel[(triton.cdiv(count, together), triton.cdiv(depth, block))](
+        *weight.arrays(),
+        out if rows is None else rows,
+        out,
+        count,
+        float(factor),
+        DEPTH=depth,
+        **weight.constants(),
+        OUTPUTS=together,
+        BLOCK=block,
+        LOOKS_UP=rows is not None,
+        num_warps=4,
+        **OVERLAPPED,
+    )
+
+
+def one_row_tile(outputs: int) -> RowTile:
+    """Tiles of GPUs without `row_codes.cu`."""
     if INTERPRETED:
-        return QuantisedTile(64, 2, 4)
-    blocks = 64 if format is QuantFormat.Q8_0 else 128
-    return QuantisedTile(4 if outputs >= 2048 else 2, blocks, 4)
+        return RowTile(64, 64, 4)
+    return RowTile(4 if outputs >= 2048 else 2, 1024, 4)
 
 
 def few_rows_tile(
-    rows: int, outputs: int, depth: int, dtype: torch.dtype, kind: int, *, gated: bool, fixed: bool
+    rows: int, outputs: int, depth: int, dtype: torch.dtype, is_coded: bool, *, gated: bool, fixed: bool
 ) -> RowTile:
-    """As measured on an H200 with the products of the 8B shape, at 16 and 64 rows."""
+    """As measured on an H200 with the products of the 8B shape, at 16 and 64 rows. `is_coded`: less than 8 bits."""
     if INTERPRETED:
         return RowTile(64, 64, 4, rows=FIXED_ROWS)
     if dtype == torch.float32:
         return RowTile(32, 32, 4, 2, rows=FIXED_ROWS)
     if fixed:
         return RowTile(64, 128, 4, 4, swapped=True, rows=FIXED_ROWS)
-    if rows <= 16 and gated and kind != 0:
+    if rows <= 16 and gated and is_coded:
         return RowTile(64, 128, 4, 3, splits=_splits(triton.cdiv(outputs, 64), depth, 2), rows=FIXED_ROWS)
     if rows <= 16:
         return RowTile(32, 256, 4, 3, splits=_splits(triton.cdiv(outputs, 32), depth, 2), rows=FIXED_ROWS)
-    if gated and kind == 0:
+    if gated and not is_coded:
         return RowTile(64, 128, 4, 3, swapped=True, rows=FIXED_ROWS)
     splits = 1 if gated else _splits(triton.cdiv(outputs, 128), depth, 4)
     return RowTile(128, 128, 8, 3, swapped=True, splits=splits, rows=FIXED_ROWS)
@@ -258,7 +267,7 @@ def _splits(tiles: int, depth: int, wanted: int) -> int:
 
 # -- the kernel set's part ---------------------------------------------------------------------------------------------
 class PackedWeights:
-    """Prepares weights: quantised ones stay in their blocks, all others become dense tensors (`TorchKernels`).
+    """Prepares weights: quantised ones stay so, all others become dense tensors (`TorchKernels`).
 
     `Linear.prepared` is (weight, bias or None).
     """
@@ -274,11 +283,11 @@ class PackedWeights:
             release(linear.parts)
         if weight is None:
             parts = tuple(convert(part, FORMATS, quickly_converted) for part in linear.parts)
-            if not usable(parts):
+            if not usable(parts, mixed=True):
                 prepared = self._torch.prepare_linear(replace(linear, parts=parts))
                 release(linear.parts)
                 return prepared
-            weight = pack(parts, self._torch.device)
+            weight = store(parts, self._torch.device)
             release(linear.parts)
         bias = self._bias(linear)
         return Linear((weight,), (bias,), (weight, bias), linear.shards)
@@ -295,7 +304,7 @@ class PackedWeights:
         weight = None if linear.prepared is None else linear.prepared[0]
         if isinstance(weight, Fp8Weight):
             return fp8_rows.many_rows(x, weight, linear.prepared[1])
-        if not isinstance(weight, QuantisedWeight):
+        if not isinstance(weight, QuantisedWeight | MixedWeight):
             result: torch.Tensor = self._torch.linear(x, linear)
             return result
         bias = linear.prepared[1]
@@ -324,10 +333,10 @@ def release(parts: tuple[Any, ...]) -> None:
             release_pages(part.stored)
 
 
-def usable(parts: tuple[Any, ...]) -> bool:
-    """Whether these matrices, which share their input, can stay quantised: one format, for which there are kernels."""
+def usable(parts: tuple[Any, ...], *, mixed: bool = False) -> bool:
+    """Whether these matrices, which share their input, can stay quantised: in one format, or in several if `mixed`."""
     formats = {part.format if isinstance(part, QuantizedTensor) else None for part in parts}
-    return len(formats) == 1 and formats.pop() in KINDS
+    return (mixed or len(formats) == 1) and all(format in LAYOUTS for format in formats)
 
 
 def _is_tied(linear: Linear, table: Any) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from bifolio.kernels.interface import Linear, RoutedExperts, Router, SharedMlp
 from bifolio.kernels.triton import quantised
+from bifolio.kernels.triton.row_layouts import LAYOUTS
 from bifolio.quant.convert import target_format
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -68,4 +69,4 @@ def _format(part: Any) -> QuantFormat | None:
     if not isinstance(part, QuantizedTensor):
         return None
     format = target_format(part.format, quantised.FORMATS)
-    return format if format in quantised.KINDS else None
+    return format if format in LAYOUTS else None
