@@ -55,7 +55,8 @@ def test_logits_equal_those_of_single_kernels(
     slots = engine.slots
     found: list[tuple[int, int]] = []
 
-    def compared(plan: Any, batch: Any) -> Any:
+    def compared(plan: Any, batch: Any, given: Any) -> Any:
+        assert given is None
         numbers = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
         captured = device.prompt_logits(batch.on_host(), numbers) if plan.prefills else None
         if captured is not None:
@@ -96,7 +97,8 @@ def test_logits_and_states_of_hybrids_equal_those_of_single_kernels(
     arrays = [array for array in (*storage.convolutions, *storage.recurrent) if array.numel()]
     found: list[tuple[int, int]] = []
 
-    def compared(plan: Any, batch: Any) -> Any:
+    def compared(plan: Any, batch: Any, given: Any) -> Any:
+        assert given is None
         numbers = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
         before = [array.clone() for array in arrays]
         captured = device.prompt_logits(batch.on_host(), numbers) if plan.prefills else None

@@ -429,7 +429,7 @@ def _check_verification(
     slots.set_progress(taken, lengths, tokens[0])
     assert slots.can_verify(taken, 2)
     right, wrong = [tokens[1][0], tokens[2][0]], [(tokens[1][1] + 1) % VOCAB, -2]
-    found = slots.verify(taken, np.array([right, wrong]), lengths).wait().tolist()
+    found = slots.verify(taken, np.array([right, wrong])).wait().tolist()
     assert len(found) == 5
     assert found[:2] == right
     assert found[3] == tokens[1][1]

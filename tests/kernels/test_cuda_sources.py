@@ -10,7 +10,6 @@ import pytest
 
 TOGETHER = {
     "row_product": ("common", "activations", "row_changes"),
-    "rows_product": ("common", "activations"),
     "row_attention": ("common",),
     "row_delta": ("common", "activations"),
     "mxfp4_few": ("common", "activations", "mxfp4_common"),

@@ -218,7 +218,7 @@ class SlotState:
         drafts = np.full((len(slots), max(len(item.drafts) for item in plan.decodes)), NO_DRAFT, dtype=np.int32)
         for row, item in zip(drafts, plan.decodes, strict=True):
             row[: len(item.drafts)] = item.drafts
-        pending = self.device.verify(slots, drafts, np.array([item.start for item in plan.decodes]))
+        pending = self.device.verify(slots, drafts)
         owners = np.repeat(slots, [item.num_new for item in plan.decodes])
         unknown, excluding = SampledTokens.unknown(len(owners)), self.table.is_edited[owners]
         return Draws(unknown, np.arange(len(owners)), self.table.num_logprobs[owners], excluding, pending)

@@ -209,11 +209,10 @@ class DeviceSlots(Protocol):
         """Whether `verify` has room for these slots (i32[n]) with `length` drafts each, and their options."""
         ...
 
-    def verify(self, slots: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> PendingTokens:
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> PendingTokens:
         """Run a whole step that verifies drafts, for slots without edits whose newest tokens are not computed.
 
-        drafts:   i32[n, length]; -1: those that a head has left on the device, -2: none
-        lengths:  i64[n]  tokens of each slot in the cache
+        drafts:  i32[n, length]; -1: those that a head has left on the device, -2: none
 
         A token is sampled after the newest one and after each draft: these are returned, slot by slot. Each slot keeps
         the drafts before the first one that differs from the token sampled in its place, and the token sampled after

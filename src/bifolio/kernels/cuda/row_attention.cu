@@ -2,12 +2,12 @@
 // query heads among its warps. IS_FUSED: norms and rotation of queries and keys, and the write of the newest key and value,
 // happen here too.
 //
-// Keys and values are read before the inputs are there: all but the newest FRESH tokens were written by earlier steps. A lane
+// Keys and values are read before the inputs are there: all but the newest token were written by earlier steps. A lane
 // holds 8 dimensions, LANES lanes (a team) a token, and each team sums its own tokens. The teams of a thread block are
 // merged in shared memory; then each thread block sends its sums to the thread blocks of the cluster, each of which merges
 // a part of the output.
 //
-// Constants: FRESH (1 if IS_FUSED), DIM, GROUP (query heads of a set), SETS (for each key head), BLOCK_SIZE, WARPS, ROUNDS (tokens of a team in
+// Constants: DIM, GROUP (query heads of a set), SETS (for each key head), BLOCK_SIZE, WARPS, ROUNDS (tokens of a team in
 // registers), CLUSTER, IS_FUSED, HAS_NORM, IS_NORM_WIDE (its weights are f32), ROTARY (leading dimensions of a head that are
 // rotated, 0: none).
 constexpr int LANES = DIM / 8, TEAMS = 32 / LANES * WARPS, THREADS = WARPS * 32;
@@ -92,18 +92,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         return (((block * kv_heads + set / SETS) * BLOCK_SIZE + token % BLOCK_SIZE) * DIM + dim) * 2;
     };
     uint4 k[ROUNDS], v[ROUNDS];
-    auto read = [&](int start, int from, int before) {  // tokens in [from, before); others stay
+    auto read = [&](int start) {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             int token = start + r * TEAMS + team;
-            if (token < from || token >= min(before, end)) continue;
-            u64 place = place_of(token);
-            k[r] = *(uint4 *)(keys + place), v[r] = *(uint4 *)(values + place);
+            k[r] = v[r] = uint4{0, 0, 0, 0};
+            if (token < end && token != newest) {
+                u64 place = place_of(token);
+                k[r] = *(const uint4 *)(keys + place), v[r] = *(const uint4 *)(values + place);
+            }
         }
     };
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) k[r] = v[r] = uint4{0, 0, 0, 0};
-    read(begin, begin, length - FRESH);
+    read(begin);
     Turn query_turn, key_turn;
     if (IS_FUSED) {
         query_turn.read_norm(query_norm, dim, other), key_turn.read_norm(key_norm, dim, other);
@@ -127,7 +127,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         else raw_other[g] = uint4{0, 0, 0, 0};
     }
     if (IS_FUSED) newest_value = *(const uint4 *)(row + (sets * GROUP + kv_heads + set / SETS) * DIM + dim);
-    else read(begin, length - FRESH, end);
+    else if (owns_newest) newest_key = *(uint4 *)(keys + newest_place), newest_value = *(uint4 *)(values + newest_place);
     Eight q[GROUP];
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
@@ -150,16 +150,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int i = 0; i < 8; ++i) mixed[g].v[i] = 0.0f;
     }
     for (int start = begin; start < end; start += TEAMS * ROUNDS) {
-        if (start > begin) {
-#pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) k[r] = v[r] = uint4{0, 0, 0, 0};
-            read(start, start, IS_FUSED ? newest : end);
-        }
+        if (start > begin) read(start);
         float score[ROUNDS][GROUP];
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             int token = start + r * TEAMS + team;
-            if (IS_FUSED && token == newest) k[r] = newest_key, v[r] = newest_value;
+            if (token == newest) k[r] = newest_key, v[r] = newest_value;
 #pragma unroll
             for (int g = 0; g < GROUP; ++g) score[r][g] = NOTHING;
             if (start + r * TEAMS >= end) continue;  // the same for all threads

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from bifolio.errors import PhaseError
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Storage
 
 FEW_SEQUENCES = 2
-FEW_QUERIES = 8  # of sequences with drafts, whose keys and values are written by another kernel
 NEAR_TOKENS = 1024  # contexts up to here; longer ones are faster when divided among all multiprocessors
 WARPS = 8  # of a thread block
 CLUSTER = 8  # thread blocks of a cluster
@@ -72,12 +70,9 @@ def row_attention(
     tables: torch.Tensor,  # i32[rows, max_blocks]
     table_rows: torch.Tensor,  # i32[s]
     lengths: torch.Tensor,  # i32[s]  tokens visible to the query, itself included
-    fresh: int = 1,
 ) -> torch.Tensor:
-    """bf16[s, heads * dim]; every token but the newest `fresh` ones of a query was written before the step began."""
+    """bf16[s, heads * dim]; every token but the newest of each sequence was written before the step began."""
     is_raw = isinstance(heads, RawHeads)
-    if is_raw and fresh > 1:
-        raise PhaseError(f"attention writes one token of a sequence itself, not {fresh}: write keys and values first")
     rows = heads.qkv if isinstance(heads, RawHeads) else heads
     rotation = heads.rotation if isinstance(heads, RawHeads) else None
     group = group_of(shape)
@@ -88,7 +83,7 @@ def row_attention(
     module = nvrtc.load_source(
         ("common", "row_attention"), torch.cuda.current_device(), DIM=shape.head_dim, GROUP=group,
         SETS=sets // shape.num_kv_heads, BLOCK_SIZE=storage.block_size, WARPS=WARPS, ROUNDS=4 if group <= 2 else 3,
-        CLUSTER=CLUSTER, FRESH=fresh, IS_FUSED=is_raw, HAS_NORM=has_norm, ROTARY=rotary,
+        CLUSTER=CLUSTER, IS_FUSED=is_raw, HAS_NORM=has_norm, ROTARY=rotary,
         IS_NORM_WIDE=query_norm is not None and query_norm.weight.dtype == torch.float32,
     )  # fmt: skip
     unused = lengths

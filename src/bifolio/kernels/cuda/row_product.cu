@@ -11,10 +11,10 @@
 // the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
 // weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
 //
-// Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
+// Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then if BY_TENSOR),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
-// HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts),
-// THIN_WIDTH, THIN_PARTS, AIDES (`row_changes.cu`).
+// HAS_RESIDUAL, IS_RESIDUAL_WIDE (f32), IS_OUT_WIDE, IS_FP8, IS_FIRST (the next kernel starts when the inputs are there),
+// CHOICES (0: no experts), THIN_WIDTH, THIN_PARTS, AIDES (`row_changes.cu`).
 constexpr bool IS_GATED = ACTIVATION >= 0;
 constexpr bool IS_UP = CHOICES > 0 && IS_GATED, IS_DOWN = CHOICES > 0 && !IS_GATED;  // of experts
 constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;             // of a unit
@@ -214,7 +214,7 @@ template <class A, class B> struct Either<false, A, B> {
 };
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
-    const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
+    const void *x, const u8 *weight, const void *scales, const void *bias, const void *residual, const int *experts,
     const float *shares, void *out, int outputs, int units, float eps, const float *row_scales,
     const u16 *base, const long long *table, const int *groups, const int *starts, float *thin_sums, int *arrivals,
     int first_entry, int num_entries, int helpers) {
@@ -289,7 +289,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
     wait_inputs();
     if (IS_FIRST) launch_dependents();
     float square = part.read(x), added = 0.0f;
-    if (HAS_RESIDUAL && own < count * OUTPUTS) added = residual[own_output];
+    auto residual_of = [&](int place) {
+        return IS_RESIDUAL_WIDE ? ((const float *)residual)[place] : number(((const u16 *)residual)[place]);
+    };
+    if (HAS_RESIDUAL && own < count * OUTPUTS) added = residual_of(own_output);
     if (IS_NORMED) {
 #pragma unroll
         for (int mask = BY_TENSOR ? 2 : 16; mask > 0; mask /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, mask);
@@ -335,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS + 32) row_product(
             result = gated(result, up, ACTIVATION);
             if (IS_UP) result *= shares[(blockIdx.x + own / OUTPUTS * gridDim.x) / per_expert];
         }
-        if (HAS_RESIDUAL) result += own == threadIdx.x ? added : residual[output];
+        if (HAS_RESIDUAL) result += own == threadIdx.x ? added : residual_of(output);
         if (IS_OUT_WIDE) ((float *)out)[output] = result;
         else ((u16 *)out)[output] = round_pair(result, 0.0f);
     }

@@ -112,9 +112,9 @@ def can_multiply(
     """Whether this kernel multiplies such operands, on this device."""
     if weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn) or not weight.is_contiguous() or x.dtype not in KNOWN:
         return False
-    if norm is not None and (x.dtype != torch.float32 or norm.weight.dtype not in KNOWN):
+    if norm is not None and norm.weight.dtype not in KNOWN:
         return False
-    if residual is not None and residual.dtype != torch.float32:
+    if residual is not None and residual.dtype not in KNOWN:
         return False
     if change is not None and (change.base.dtype != torch.bfloat16 or weight.shape[1] % 8):
         return False
@@ -122,7 +122,9 @@ def can_multiply(
         *weight.shape, gated=gated, num_processors=num_processors, value_bytes=weight.element_size(),
         thin=0 if change is None else change.thin,
     )  # fmt: skip
-    return plan is not None and nvrtc.works()
+    if plan is None or (norm is not None and plan.by_tensor and x.dtype != torch.float32):
+        return False
+    return nvrtc.works()
 
 
 def row_product(
@@ -179,7 +181,8 @@ def launch(
         BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
-        HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,
+        HAS_RESIDUAL=residual is not None, IS_RESIDUAL_WIDE=residual is not None and residual.dtype == wide,
+        IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,
         IS_FP8=row_scales is not None, CHOICES=0 if routing is None else routing.experts.shape[1],
         THIN_WIDTH=0 if change is None else change.width, THIN_PARTS=0 if change is None else change.parts, AIDES=AIDES,
     )  # fmt: skip

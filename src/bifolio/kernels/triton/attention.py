@@ -65,7 +65,6 @@ class StagedSegment:
     positions: torch.Tensor | None = None  # i32[t]  of the queries; None: from the segment
     has_all_tiles: bool = False  # a CUDA graph reads no other tiles than those
     is_near: bool = False  # few sequences with short contexts: there are no pieces
-    fresh: int = 1  # newest tokens of each query that this pass writes, if it is near
     long: dict[int, list[LongQueries]] = field(default_factory=dict)  # by window: sequences that run in parts
     other_tiles: dict[tuple[int, int], QueryTiles] = field(default_factory=dict)  # of the others, by window and rows
 
@@ -81,11 +80,9 @@ class Attention:
         self._rows: tuple[tuple[AttentionSegment, ...], PassRows] | None = None  # of the running pass
         self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
 
-    def can_be_near(
-        self, num_queries: int, shapes: tuple[AttentionShape, ...], storage: Storage, most: int = FEW_SEQUENCES
-    ) -> bool:
-        """Whether up to `most` queries have a kernel for short contexts (up to `NEAR_TOKENS`)."""
-        if self._deterministic or not self._device.startswith("cuda") or num_queries > most:
+    def can_be_near(self, num_sequences: int, shapes: tuple[AttentionShape, ...], storage: Storage) -> bool:
+        """Whether decodes of so few sequences have a kernel for short contexts (up to `NEAR_TOKENS`)."""
+        if self._deterministic or not self._device.startswith("cuda") or num_sequences > FEW_SEQUENCES:
             return False
         return all(can_attend(shape, self._dtype, storage.keys[shape.layer].dtype) for shape in shapes)
 
@@ -110,7 +107,7 @@ class Attention:
     ) -> bool:
         """Whether attention of this pass norms and rotates heads itself, and writes keys and values."""
         is_near = len(self._staged) == len(segments) == 1 and self._staged[0].is_near
-        if not is_near or storage is None or self._staged[0].segment is not segments[0] or self._staged[0].fresh > 1:
+        if not is_near or storage is None or self._staged[0].segment is not segments[0]:
             return False
         return can_fuse(shape, rotation, storage)
 
@@ -123,7 +120,7 @@ class Attention:
         if near.is_near and storage is not None and tables is not None:
             assert near.table_rows is not None
             assert near.lengths is not None
-            return row_attention(heads.query, shape, storage, tables, near.table_rows, near.lengths, near.fresh)
+            return row_attention(heads.query, shape, storage, tables, near.table_rows, near.lengths)
         if len(segments) == 1:
             return self._attend(heads, shape, staged[0], storage)
         new = heads.query.new_zeros if self._has_padding else heads.query.new_empty
@@ -295,15 +292,13 @@ class Attention:
         shared: SharedRows | None = None,
         *,
         is_near: bool = False,
-        fresh: int = 1,
     ) -> None:
         """Split the contexts on the device; the following layers of this pass use the result.
 
-        `is_near`: short contexts are not split (see `can_be_near`). `fresh`: newest tokens of a query that the pass
-        writes, at most.
+        `is_near`: short contexts are not split (see `can_be_near`).
         """
         if is_near:
-            self._staged = [StagedSegment(segment, segment.context_lens, table_rows, is_near=True, fresh=fresh)]
+            self._staged = [StagedSegment(segment, segment.context_lens, table_rows, is_near=True)]
             self._has_padding = False
             return
         for shape in shapes:

@@ -12,7 +12,6 @@ import triton
 
 from bifolio.errors import ConfigError
 from bifolio.kernels.cuda.row_attention import RawHeads
-from bifolio.kernels.cuda.rows_product import MOST_ROWS
 from bifolio.kernels.host_experts import HostExperts
 from bifolio.kernels.interface import (
     Adapter,
@@ -308,7 +307,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             experts = replace(experts, prepared=stacks)
         if adapters is not None and adapters.changes_experts(experts.site):
             raise ConfigError(OF_EXPERTS)
-        is_deferred = isinstance(x, Normed) and x.value is None and x.rows == 1
+        is_deferred = isinstance(x, Normed) and x.value is None
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 
         def compute(residual: torch.Tensor | None) -> torch.Tensor:
@@ -386,10 +385,8 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
 
     # -- details ------------------------------------------------------------------------------------------------------
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
-        """Whether the following product may compute the norm: for a few rows and a plain RMS norm."""
-        if norm.centered or norm.bias is not None or self.deterministic or x.dim() != 2:
-            return False
-        return x.shape[0] == 1 or (self.device.startswith("cuda") and 1 < x.shape[0] <= MOST_ROWS)
+        """Whether the following product computes the norm: for one row and a plain RMS norm."""
+        return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
 
     def _plain_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self._norm_rows(x, norm)[1]

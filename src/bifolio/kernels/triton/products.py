@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda import row_product, rows_product
-from bifolio.kernels.cuda.row_product import RowChange
+from bifolio.kernels.cuda.row_product import RowChange, can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.triton import fp8, fp8_rows, quantised
 from bifolio.kernels.triton.adapter_changes import Change
@@ -86,7 +85,7 @@ class Products:
             return False
         values, _, group = fp8.parts_of(weight)
         x, own = _operand(product)
-        return group in (0, values.shape[1]) and row_product.can_multiply(
+        return group in (0, values.shape[1]) and can_multiply(
             x, values, norm=own, residual=residual, gated=activation is not None, num_processors=self._num_processors,
             change=change,
         )  # fmt: skip
@@ -130,44 +129,23 @@ class Products:
             return fp8_rows.some_rows(tensor(product.x), weight, **options)
         if isinstance(change, Change):
             return few_rows(tensor(product.x), weight, change=change, **options)
-        if self._num_processors and not is_packed and not self._deterministic:
-            found = self._multiply_early(product, weight, bias, activation, residual, out_dtype, change)
-            if found is not None:
-                return found
         if product.rows > 1 or self._deterministic:
             few = quantised.few_rows if is_packed else few_rows
             return few(tensor(product.x), weight, fixed=self._deterministic, **options)
         x, options["norm"] = _operand(product)
-        return quantised.one_row(x, weight, **options) if is_packed else one_row(x, weight, **options)
-
-    def _multiply_early(
-        self,
-        product: Product,
-        weight: torch.Tensor | Fp8Weight,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        residual: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        change: RowChange | None,
-    ) -> torch.Tensor | None:
-        """Multiply up to 8 rows by a kernel whose weights arrive while earlier ones run; None: it cannot."""
+        if is_packed:
+            return quantised.one_row(x, weight, **options)
         values, scales, group = fp8.parts_of(weight)
-        if product.rows > rows_product.MOST_ROWS or group not in (0, values.shape[1]):
-            return None
-        (x, norm), is_one = _operand(product), product.rows == 1
-        own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": self._num_processors}
-        if is_one and not row_product.can_multiply(x, values, gated=activation is not None, change=change, **own):
-            return None
-        if not is_one and (group or not rows_product.can_multiply(x, values, **own)):
-            return None
-        own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
-        own["is_first"], self.begins_pass = self.begins_pass, False
-        if is_one:
-            row_scales = scales if group else None
-            return row_product.row_product(
-                x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, change=change, **own
-            )
-        return rows_product.rows_product(x, values, bias=bias, out_dtype=out_dtype, **own)
+        if self._num_processors and group in (0, values.shape[1]):
+            own: dict[str, Any] = {
+                "norm": options["norm"], "residual": residual, "num_processors": self._num_processors, "change": change,
+            }  # fmt: skip
+            if can_multiply(x, values, gated=activation is not None, **own):
+                own["is_first"], self.begins_pass = self.begins_pass, False
+                own["activation"] = NO_ACTIVATION if activation is None else ACTIVATIONS[activation]
+                row_scales = scales if group else None
+                return row_product(x, values, row_scales=row_scales, bias=bias, out_dtype=out_dtype, **own)
+        return one_row(x, weight, **options)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
         """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""

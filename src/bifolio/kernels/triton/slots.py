@@ -197,10 +197,9 @@ class TritonSlots:
             return False
         return not self._storage.layout.num_states and self._verifications.fits(len(slots), length + 1)
 
-    def verify(self, slots: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
+    def verify(self, slots: np.ndarray, drafts: np.ndarray) -> DeviceTokens:
         self._decoded = None
-        is_near = int(lengths.max()) + drafts.shape[1] < NEAR_TOKENS
-        return self._verifications.launch(slots, drafts, self._mode(slots), is_near=is_near)
+        return self._verifications.launch(slots, drafts, self._mode(slots))
 
     def verified_states(self, row: int) -> Array:
         return self._verifications.states(row)

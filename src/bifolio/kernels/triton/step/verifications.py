@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from bifolio.errors import PhaseError
-from bifolio.kernels.cuda.row_attention import FEW_QUERIES
 from bifolio.kernels.interface import Batch, Network, Storage
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.graphs.graph_cache import GraphCache
@@ -40,7 +39,6 @@ class VerifyKey(NamedTuple):
     size: int  # sequences
     width: int  # tokens of each: the newest and its drafts
     mode: Mode
-    is_near: bool = False  # few tokens with short contexts
 
 
 class VerifyPass(TokenPass):
@@ -101,15 +99,14 @@ class Verifications:
         width = next((length + 1 for length in self._lengths if length >= width - 1), width)
         return count <= self._most and self._size(count) * width <= MOST_ROWS and width <= MOST_DRAFTS + 1
 
-    def launch(self, slots: np.ndarray, drafts: np.ndarray, mode: Mode, *, is_near: bool = False) -> DeviceTokens:
+    def launch(self, slots: np.ndarray, drafts: np.ndarray, mode: Mode) -> DeviceTokens:
         """Verify `drafts` (i32[n, width - 1]; -1: on the device, -2: none) of `slots`; tokens of all that exist.
 
-        The slots' lengths and newest tokens advance on the device. `is_near`: all contexts are short.
+        The slots' lengths and newest tokens advance on the device.
         """
         count, most = len(slots), drafts.shape[1]
         width = next((length for length in self._lengths if length >= most), most) + 1
-        size = self._size(count)
-        self.last = key = VerifyKey(size, width, mode, is_near and self._can_be_near(size * width))
+        self.last = key = VerifyKey(self._size(count), width, mode)
         step = self._step(key)
         words = np.full((2, key.size, width), -1, dtype=np.int32)
         words[0, :count, 0] = slots
@@ -134,11 +131,6 @@ class Verifications:
                 if size * (length + 1) <= MOST_ROWS:
                     for mode in modes:
                         self._step(VerifyKey(size, length + 1, mode))
-                        if self._can_be_near(size * (length + 1)):
-                            self._step(VerifyKey(size, length + 1, mode, is_near=True))
-
-    def _can_be_near(self, count: int) -> bool:
-        return self._kernels.attention.can_be_near(count, self._shapes, self._storage, FEW_QUERIES)
 
     @property
     def _most(self) -> int:
@@ -177,9 +169,8 @@ class Verifications:
             max_context_len=state.max_blocks * self._storage.block_size,
         )
         self._kernels.attention.stage_decode(
-            segment, inputs.table_rows[:count], step.pieces, self._shapes, self._storage, is_near=key.is_near,
-            fresh=key.width,
-        )  # fmt: skip
+            segment, inputs.table_rows[:count], step.pieces, self._shapes, self._storage
+        )
         taps = None if inputs.taps is None else inputs.taps[:count]
         batch = Batch(
             inputs.token_ids[:count], inputs.positions[:count], inputs.index[:count], (segment,), None, taps=taps
