@@ -158,8 +158,10 @@ def main() -> int:
     parser.add_argument("--edge", type=int, default=560, help="pixels of an edge of the images")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the same architecture")
     parser.add_argument("--figures", action="store_true", help="first the figures of gpu_images")
+    parser.add_argument("--no-warm-up", action="store_true", help="capture steps when they come first")
     options = parser.parse_args()
-    with open_model(options.models, options.device, tiny=options.tiny) as llm:
+    warm_up = not options.no_warm_up
+    with open_model(options.models, options.device, tiny=options.tiny, warm_up=warm_up) as llm:
         if options.figures:
             print_figures(llm, 9, options.edge, tiny=options.tiny)
         print_profile(llm, options.edge, 4 if options.tiny else 64, on_gpu=options.device != "torch")

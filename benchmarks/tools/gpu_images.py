@@ -129,13 +129,13 @@ def crowd(llm: LLM, count: int, new: int, edge: int, seed: int) -> dict[str, Any
     return {"row": "crowd", "requests": count, "new": new, "prompt_tokens": length, **rates}
 
 
-def open_model(models: Path, device: str, *, tiny: bool) -> LLM:
+def open_model(models: Path, device: str, *, tiny: bool, warm_up: bool = True) -> LLM:
     """The model, whose folder is written first where there is none."""
     folder = models / f"qwen3-vl-{'tiny' if tiny else '8b'}"
     if not folder.exists():
         write_model(folder, TINY if tiny else SIZES, device)
     own: dict[str, Any] = {"kernels": "torch"} if device == "torch" else {"device": device}
-    return LLM(folder, max_model_len=2048, **own)
+    return LLM(folder, max_model_len=2048, warm_up=warm_up, **own)
 
 
 def main() -> int:

@@ -38,6 +38,7 @@ from bifolio import LLM, Grammar, LanguageModel, SamplingParams
 PARTS = ("pause", "server", "exact", "grammar")
 STREAMS, LONGEST = 32, 4000  # requests that stream, and tokens of each at most
 START_SECONDS = 90.0
+MEMORY = "8GB"  # of the cache, of engines that others may run beside
 Times = dict[Any, list[float]]  # of the tokens of each request
 
 
@@ -104,10 +105,12 @@ def pauses(store: ModelStore, options: dict[str, Any]) -> Iterator[dict[str, Any
     from safetensors.torch import load_file
 
     folder, other = folders(store)
-    with LLM(folder, enable_sleep_mode=True, max_model_len=LONGEST + 200, **options) as llm:
-        with streaming(llm, STREAMS, LONGEST) as times:
-            yield {"row": "pause, folder", **timed_update(times, lambda: llm.load_weights(other))}
-        for place in ("cpu", options["device"]):
+    with LLM(folder, enable_sleep_mode=True, max_model_len=LONGEST + 200, memory=MEMORY, **options) as llm:
+        for number, next_folder in enumerate((other, folder)):
+            with streaming(llm, STREAMS, LONGEST) as times:
+                found = timed_update(times, lambda own=next_folder: llm.load_weights(own))  # type: ignore[misc]
+            yield {"row": "pause, folder", "update": number + 1, **found}
+        for place in ("cpu", options.get("device", "cpu")):
             tensors: dict[str, Any] = {}
             for file in sorted(other.glob("*.safetensors")):
                 tensors |= load_file(str(file), device=place)
@@ -205,7 +208,7 @@ def exact(store: ModelStore, options: dict[str, Any]) -> Iterator[dict[str, Any]
         model = model.to(options["device"], torch.bfloat16) if on_gpu else model
         own = {**options, "deterministic": True} if on_gpu else {"kernels": "native", "kv_cache_dtype": "f32"}
         worst, count = 0.0, 0
-        with LLM(folder, max_model_len=512, warm_up=False, **own) as llm:
+        with LLM(folder, max_model_len=512, memory=MEMORY, **{**own, "warm_up": False}) as llm:
             params = SamplingParams(temperature=1.0, seed=3, max_tokens=64, ignore_eos=True, logprobs=0)
             prompts = prompts_of(4 if store.tiny else 32, 20, 200, 5)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -264,8 +267,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cpu, or torch: torch's kernels on the CPU")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same architectures")
+    parser.add_argument("--no-warm-up", action="store_true", help="capture steps when they come first")
     options = parser.parse_args()
     own: dict[str, Any] = {"kernels": "torch"} if options.device == "torch" else {"device": options.device}
+    own["warm_up"] = not options.no_warm_up
     for part in options.parts.split(","):
         for row in RUN[part](ModelStore(options.models, options.tiny), own):
             print(json.dumps(row), flush=True)

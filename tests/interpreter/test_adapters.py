@@ -220,5 +220,5 @@ def test_a_request_has_the_same_bits_alone_and_beside_other_adapters() -> None:
     last = run(engine, [(length, loaded[number]) for length, number in WANTED][:1])
     assert last == together[:1]
     engine.blocks.drop_cached()
-    engine.slots.run_on_device = lambda plan, batch, given: None  # type: ignore[method-assign]
+    engine.slots.run_on_device = lambda plan, batch, given=None: None  # type: ignore[method-assign]
     assert run(engine, [(length, loaded[number]) for length, number in WANTED][:2]) == together[:2]
