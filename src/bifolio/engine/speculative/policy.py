@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from bifolio.engine.speculative.drafter import Offer
 
 SHARE = 0.015  # of the time of plain decoding: the most that drafts may lose; gains of twice as much are noise
-CREDIT = 8.0  # plain steps: the largest balance
+CREDIT = 8.0  # plain steps: the largest balance, and the largest debt of a step that was disturbed
 EVERY = 64  # steps without drafts before a trial, and with drafts before plain steps are measured again
 MEMORY = 8  # observations that an average remembers
 WARM = 2  # plain steps after drafts that are not measured: the drafter's weights are in the caches
@@ -148,7 +148,7 @@ class DraftPolicy:
 
     def _pay(self, steps: float, tokens: float) -> None:
         """A step took as long as `steps` plain ones and gave the tokens of `tokens` plain ones."""
-        self.balance = min(self.balance + (1.0 + SHARE) * tokens - steps, CREDIT)
+        self.balance = max(min(self.balance + (1.0 + SHARE) * tokens - steps, CREDIT), -CREDIT)
 
     def _steps_to_draft(self, num_sequences: int) -> int:
         plain = self._plain.get(_rounded(num_sequences), _Mean())
