@@ -133,7 +133,7 @@ def hidden_states(
 ) -> Array:
     """[t, d]: the head's hidden states, before its last norm.
 
-    Rotations come first: on a GPU a kernel may read what was made before the first product without waiting for it.
+    Rotations come first: on a GPU a kernel may read results from before the first product without a wait.
     """
     config, layer = head.config, head.layer
     rotations = tuple(

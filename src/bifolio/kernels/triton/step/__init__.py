@@ -1,1 +1,1 @@
-"""The passes of a step on a GPU: what each reads, launches and leaves (`graphs` captures them)."""
+"""The passes of a step on a GPU: their buffers and launches (`graphs` captures them)."""
