@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from bifolio.serve.helpers.helper import MEMORY_BYTES, Helper
 from bifolio.serve.process.fairness import FairThread
 from bifolio.serve.process.grammar_start import IDLE_LOOKS, GrammarStart
 from bifolio.serve.process.supervisor import EngineProcess
-from bifolio.serve.process.worker_process import StartedWorker
+from bifolio.serve.process.worker_process import GENTLE, StartedWorker
 
 
 @pytest.mark.full
@@ -30,7 +31,7 @@ def test_a_worker_that_was_started_before_is_the_first_engine_and_is_replaced() 
     async def run() -> None:
         engine = EngineProcess(Launch({"model": str(model_folder()), **ENGINE}), worker=worker)
         first = await engine.start()
-        assert first.pid == worker._process.pid
+        assert first.pid == worker.pid
         engine.kill()
         async with asyncio.timeout(60):
             while engine.hello is None or engine.hello.pid == first.pid:
@@ -39,6 +40,28 @@ def test_a_worker_that_was_started_before_is_the_first_engine_and_is_replaced() 
 
     asyncio.run(run())
     assert worker.returncode == -9
+
+
+@pytest.mark.full
+def test_an_engine_that_starts_gently_has_its_usual_share_when_it_is_ready() -> None:
+    share = Path("/proc/self/autogroup")
+    if not share.is_file() or "nice" not in share.read_text():
+        pytest.skip("this system has no shares of sessions")
+    worker = StartedWorker()
+    own = Path(f"/proc/{worker.pid}/autogroup")
+
+    async def run() -> None:
+        engine = EngineProcess(Launch({"model": str(model_folder()), **ENGINE}), worker=worker, starts_gently=True)
+        starting = asyncio.create_task(engine.start())
+        async with asyncio.timeout(60):
+            while not own.read_text().rstrip().endswith(f"nice {GENTLE}"):
+                await asyncio.sleep(0.005)
+            await starting
+            while not own.read_text().rstrip().endswith("nice 0"):
+                await asyncio.sleep(0.005)
+        await engine.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.full

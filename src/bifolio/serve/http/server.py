@@ -69,6 +69,7 @@ class ServerSettings:
     allow_priority: bool = False  # priorities of clients without keys count
     receipts: Path | None = None  # folder of the receipts of all answers
     worker_command: Sequence[str] | None = None
+    starts_gently: bool = False  # other engines of the machine go first while this one starts
     front_ends: int = 1  # processes that listen on the port
     engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
     engine_secret: bytes = b""  # shared with the engine on another host
@@ -182,7 +183,7 @@ async def running_context(
 
     reference = engine_options.get("model") or DEFAULT_MODEL
     mmproj = engine_options.get("mmproj")
-    model = open_text_model(reference, mmproj)
+    model = await asyncio.to_thread(open_text_model, reference, mmproj)
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events,
                     settings.transfer, snapshots_of(settings, engine_options))  # fmt: skip
     engine = make_engine(settings, launch, worker)
@@ -227,6 +228,7 @@ def make_engine(settings: ServerSettings, launch: Launch, worker: StartedWorker 
         step_timeout=settings.step_timeout,
         heartbeat_timeout=settings.heartbeat_timeout,
         worker=worker,
+        starts_gently=settings.starts_gently,
     )
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from bifolio.api import messages as m
 from bifolio.errors import ConfigError
 from bifolio.serve.process.engine_connection import EngineConnection, Link
-from bifolio.serve.process.worker_process import StartedWorker, default_command
+from bifolio.serve.process.worker_process import GENTLE_SECONDS, StartedWorker, default_command, give_way
 
 logger = logging.getLogger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.2, 10.0  # seconds between restarts, doubled from the one to the other
@@ -46,14 +46,19 @@ class EngineProcess(EngineConnection):
         step_timeout: float = 300.0,
         heartbeat_timeout: float = 10.0,
         worker: StartedWorker | None = None,
+        starts_gently: bool = False,
     ) -> None:
-        """`command` starts the process; the number of its socket is appended. `worker` is the first one, if it runs."""
+        """`command` starts the process; the number of its socket is appended. `worker` is the first one, if it runs.
+
+        A process that starts gently leaves the processors to others for some seconds (`give_way`).
+        """
         super().__init__(heartbeat_timeout)
         self._launch = launch
         self._command = list(command or default_command())
         self._step_timeout = step_timeout
         self._process: asyncio.subprocess.Process | StartedWorker | None = None
         self._worker = worker
+        self._starts_gently = starts_gently
         self._runner: asyncio.Task[None] | None = None
         self._greeting: asyncio.Future[m.Hello] | None = None
         self.relay: Relay | None = None
@@ -107,6 +112,9 @@ class EngineProcess(EngineConnection):
     async def _run_once(self) -> None:
         """Start a process and stay until it has ended."""
         ours = await self._start_process()
+        if self._starts_gently and self._process is not None:
+            give_way(self._process.pid, True)
+            asyncio.get_running_loop().call_later(GENTLE_SECONDS, give_way, self._process.pid, False)
         ours.setblocking(False)
         link = Link(self._take, m.from_engine_decoder)
         try:
@@ -177,6 +185,8 @@ class EngineProcess(EngineConnection):
             logger.error("a step has been running for %.0f s: the engine process is killed", message.step_seconds)
             self.kill()
         elif isinstance(message, m.Hello):
+            if self._starts_gently:
+                give_way(message.pid, False)
             logger.info("engine ready", extra={"engine_pid": message.pid, "kernels": message.kernels})
             self._greet_with(message)
         elif isinstance(message, m.Fatal):

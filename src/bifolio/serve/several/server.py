@@ -54,7 +54,7 @@ def several_server(
         options = {**engine_options, "memory": models.cache_bytes, **source.options, "model": source.reference}
         if models.sleep_bytes:
             options["enable_sleep_mode"] = True
-        return running_context(replace(settings, model_name=source.name), options)
+        return running_context(replace(settings, model_name=source.name, starts_gently=True), options)
 
     app_of: Any = partial(make_app, keys=keys, cors_origins=settings.cors_origins, hosts=hosts)
     pool = ModelPool(models, open_model, app_of)
