@@ -21,8 +21,9 @@ from typing import Protocol
 
 from bifolio.api import messages as m
 from bifolio.errors import ConfigError
+from bifolio.serve.process import worker_process
 from bifolio.serve.process.engine_connection import EngineConnection, Link
-from bifolio.serve.process.worker_process import GENTLE_SECONDS, StartedWorker, default_command, give_way
+from bifolio.serve.process.worker_process import GENTLE_SECONDS, StartedWorker, give_way
 
 logger = logging.getLogger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.2, 10.0  # seconds between restarts, doubled from the one to the other
@@ -54,7 +55,7 @@ class EngineProcess(EngineConnection):
         """
         super().__init__(heartbeat_timeout)
         self._launch = launch
-        self._command = list(command or default_command())
+        self._command = list(command or worker_process.default_command())
         self._step_timeout = step_timeout
         self._process: asyncio.subprocess.Process | StartedWorker | None = None
         self._worker = worker
