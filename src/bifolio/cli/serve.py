@@ -321,7 +321,6 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    import asyncio
     import os
 
     from bifolio.cli.serve_checks import check_combined
@@ -329,7 +328,9 @@ def serve(
 
     check_combined(server, engine, adapters)
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
-    worker = early_worker.start(server, several, models or [])
+    worker = early_worker.start(server, several, models or [])  # before the slow imports
+    import asyncio
+
     try:
         from bifolio.serve.http.context import public_name
         from bifolio.serve.http.server import event_loop
