@@ -97,5 +97,6 @@ NB_MODULE(_native, m) {
   bifolio::bind_tokens(m);
   bifolio::bind_program(m);
   bifolio::bind_ranks(m);
+  bifolio::bind_host(m);
   bifolio::bind_settings(m);
 }

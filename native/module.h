@@ -157,5 +157,6 @@ void bind_formats(nb::module_& m);
 void bind_tokens(nb::module_& m);
 void bind_program(nb::module_& m);  // and its operations: module_program.h
 void bind_ranks(nb::module_& m);
+void bind_host(nb::module_& m);
 
 }  // namespace bifolio

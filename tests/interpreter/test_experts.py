@@ -27,6 +27,8 @@ from bifolio.kernels.triton.expert_order import cut_pairs
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, tensor
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.quant import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
 from helpers import drain, make_engine, random_prompt, run_alone, tiny_model
 from moe_models import MOE_ARCHITECTURES
@@ -120,7 +122,7 @@ def test_an_engine_writes_the_tokens_of_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3moe", "deepseek3", "gptoss"])
 def test_experts_on_the_host_give_the_tokens_of_the_reference(name: str) -> None:
-    """Their steps are not captured, and shared experts stay on the device."""
+    """Decode steps are launched as those of other models, and shared experts stay on the device."""
     from bifolio.sampling_params import SamplingParams
 
     model, params = load_folder(tiny_model(name)[1]), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -128,12 +130,42 @@ def test_experts_on_the_host_give_the_tokens_of_the_reference(name: str) -> None
     config = EngineConfig(CacheConfig(20, 4), 64, 2, 64)
     placed = place_experts(model, kernels, config, "all", host=NativeKernels, utilisation=0.9)
     engine = make_engine(placed, kernels=kernels, chunk_size=512, token_budget=512)
-    assert engine.slots.device is None
+    assert engine.slots.device is not None
     found = [engine.add_request(str(n), random_prompt(n, seed=n), params) for n in (7, 30)]
     drain(engine)
     for n, request in zip((7, 30), found, strict=True):
         alone = run_alone(random_prompt(n, seed=n), params, model=model, kernels=TorchKernels("cpu"))
         assert request.sequences[0].output_token_ids == alone.sequences[0].output_token_ids
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_copied_layer_has_the_weights_of_a_prepared_one(gated: bool) -> None:
+    """Matrices lie one after the other, as a stream copies them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from bifolio.kernels.triton import quantised
+    from bifolio.kernels.triton.expert_stream import layer_of, write_rows
+    from bifolio.kernels.triton.experts import prepare_stack
+
+    rng = np.random.default_rng(0)
+
+    def linear(out: int, width: int, parts: int) -> Linear:
+        values = [rng.normal(size=(out, width)).astype(np.float32) for _ in range(parts)]
+        return Linear(tuple(QuantizedTensor.quantize(each, QuantFormat.Q8_0) for each in values), (None,) * parts)
+
+    sides = tuple(linear(96, 64, 1 + gated) for _ in range(5)), tuple(linear(64, 96, 1) for _ in range(5))
+    layer = layer_of(Experts(*sides, "silu" if gated else "gelu_tanh"), 0)
+    assert layer is not None
+    memory = np.zeros(layer.nbytes, np.uint8)
+    with ThreadPoolExecutor(2) as copiers:
+        write_rows(memory, (layer.up, layer.down), copiers)
+    for linears, side in zip(sides, (layer.up, layer.down), strict=True):
+        theirs = prepare_stack(linears, TorchKernels("cpu")).weight
+        ours = quantised.pack((side.copied(torch.from_numpy(memory)),), "cpu")
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(
+            quantised.dequantise(ours, torch.float32), quantised.dequantise(theirs, torch.float32), atol=0, rtol=0
+        )
 
 
 @pytest.mark.parametrize("placement", [None, "all"])

@@ -272,6 +272,16 @@ def release_memory(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return (kernels.to_host(kept),)
 
 
+@case("on_padding", "expert_calls")
+def on_padding(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Without experts on the host, results within it are those of other steps."""
+    calls = kernels.expert_calls()
+    assert calls is None or calls.product_rate() > 0
+    with kernels.on_padding():
+        kept = activations(kernels, normal(rng, 64, 64))
+    return (kernels.to_host(kept),)
+
+
 # -- whole steps -------------------------------------------------------------------------------------------------------
 def _runner(kernels: KernelSet) -> ModelRunner:
     return make_runner(tiny_loaded(), num_blocks=8, kernels=kernels, poison=True, cache_dtype=kernels.kv_dtype)[0]

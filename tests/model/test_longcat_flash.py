@@ -8,11 +8,9 @@ import pytest
 from family_rows import row_folder
 
 from bifolio.api.llm import LLM
-from bifolio.errors import ConfigError
 from bifolio.model.families.longcat_flash import in_folder
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.huggingface.hf_loader import load_folder
-from bifolio.model.shards import check_size
 from bifolio.quant import QuantFormat
 from bifolio.sampling_params import SamplingParams
 from helpers import likeliest_tokens, random_prompt
@@ -70,6 +68,15 @@ def test_parts_of_a_layer_are_layers() -> None:
 
 
 @pytest.mark.full
-def test_ranks_of_tensor_parallelism_are_refused() -> None:
-    with pytest.raises(ConfigError, match="return their input"):
-        check_size(load_folder(row_folder(NAME)[1]).config, 2)
+def test_two_ranks_have_the_logprobs_of_one() -> None:
+    """Each rank adds the inputs that experts return once, behind the exchange of the others."""
+    _, folder = row_folder(NAME)
+    options = {"block_size": 4, "num_blocks": 32, "max_model_len": 64, "threads": 2}
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, detokenize=False, logprobs=3)
+    found = []
+    for ranks in (1, 2):
+        with LLM(folder, tensor_parallel_size=ranks, **options) as llm:
+            (output,) = llm.generate([random_prompt(17)], params)
+            found.append(output.outputs[0])
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].logprobs == found[1].logprobs

@@ -59,10 +59,11 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        if model.config.language_head:
-            run_and_draw(runner, config, cache)
-        else:
-            pool_states(runner, config, cache)
+        with kernels.on_padding():
+            if model.config.language_head:
+                run_and_draw(runner, config, cache)
+            else:
+                pool_states(runner, config, cache)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

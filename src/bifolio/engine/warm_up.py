@@ -42,10 +42,11 @@ def warm_up(engine: InferenceEngine) -> None:
     tiers = engine.tiers
     if tiers is not None:
         tiers.detach(engine)
-    if engine.model.config.language_head:
-        _generate(engine)
-    else:
-        _compute_vectors(engine)
+    with engine.runner.kernels.on_padding():
+        if engine.model.config.language_head:
+            _generate(engine)
+        else:
+            _compute_vectors(engine)
     engine.blocks.drop_cached()
     engine.reset_stats()
     if tiers is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from bifolio.kernels.interface import (
     Array,
     Batch,
     DeviceSlots,
+    ExpertCalls,
     Network,
     Ranks,
     RoutedExperts,
@@ -64,6 +66,12 @@ class HostArrays:
         return KVStorage(layout)
 
     def memory(self) -> None:
+        return None
+
+    def on_padding(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def expert_calls(self) -> ExpertCalls | None:
         return None
 
     def release_memory(self) -> None:

@@ -11,6 +11,7 @@ operations, so every kernel set runs the same network. A set without one of them
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -245,6 +246,25 @@ class DraftNetwork:
     token_ids: np.ndarray | None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
 
 
+class ExpertCalls(Protocol):
+    """Experts of a kernel set of the host as functions that the stream of a device calls."""
+
+    def new_room(self) -> Any:
+        """Memory that calls share which run one after another. `is_idle`: they write zeros."""
+        ...
+
+    def new_call(self, experts: Experts, room: Any, sent: np.ndarray, mixed: np.ndarray) -> Any:
+        """`function(argument)` writes f32[rows, d] `mixed` from f32[rows, d + 2 * choices] `sent`.
+
+        A row of `sent` holds x, the numbers of the experts as i32, and their weights.
+        """
+        ...
+
+    def product_rate(self) -> float:
+        """Operations a second."""
+        ...
+
+
 class KernelSet(Operations, Protocol):
     """One implementation of every operation that the engine and the network use."""
 
@@ -302,6 +322,14 @@ class KernelSet(Operations, Protocol):
         ...
 
     # -- whole steps --------------------------------------------------------------------------------------------------
+    def on_padding(self) -> AbstractContextManager[None]:
+        """Within it steps run on padding, to be measured or captured: experts on the host are not computed."""
+        ...
+
+    def expert_calls(self) -> ExpertCalls | None:
+        """Calls of this set's experts from the stream of another device; None: they need Python."""
+        ...
+
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         """The network as a program for one phase; None: the operations are called one by one."""
         ...

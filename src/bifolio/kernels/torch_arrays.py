@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from bifolio.kernels.interface import (
     Batch,
     DeviceMemory,
     DeviceSlots,
+    ExpertCalls,
     Network,
     Ranks,
     RoutedExperts,
@@ -52,6 +54,7 @@ class TorchArrays:
     ranks: Ranks | None = None
     arena: SleepMemory | None = None
     has_host_experts = False  # some experts are in the memory of the host
+    host_turn: Any = None  # HostTurn of those experts, where a stream can call the kernels of the host
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
         if dtype not in DTYPES:
@@ -143,6 +146,13 @@ class TorchArrays:
 
     def memory(self) -> DeviceMemory | None:
         return CudaMemory(self.device) if self.is_cuda else None
+
+    def on_padding(self) -> AbstractContextManager[None]:
+        idle: AbstractContextManager[None] = nullcontext() if self.host_turn is None else self.host_turn.idle()
+        return idle
+
+    def expert_calls(self) -> ExpertCalls | None:
+        return None
 
     def release_memory(self) -> None:
         if self.is_cuda:

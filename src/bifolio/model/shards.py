@@ -71,8 +71,6 @@ def check_size(config: ModelConfig, size: int) -> None:
         raise ConfigError("tensor_parallel_size must be 1: norms of this model cover the heads or the MLP of all ranks")
     if config.moe is not None and config.moe.beside_mlp and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the experts of this model stand beside its MLPs")
-    if config.moe is not None and config.moe.zero_experts and size > 1:
-        raise ConfigError("tensor_parallel_size must be 1: experts of this model return their input")
     if config.recurrent is not None:
         check_recurrence(config.recurrent, size)
     if not fits(size):

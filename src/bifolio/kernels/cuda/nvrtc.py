@@ -51,7 +51,7 @@ class CudaFunction:
     def __init__(self, module: CudaModule, name: str) -> None:
         self._module, self._shared_bytes = module, 0
         self._handle = ctypes.c_void_p()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._handle), module.handle, name.encode()), name)
+        check(driver().cuModuleGetFunction(ctypes.byref(self._handle), module.handle, name.encode()), name)
 
     def launch(
         self,
@@ -67,7 +67,7 @@ class CudaFunction:
         `pdl`: the kernel may start before the preceding one has ended (and waits itself, `griddepcontrol.wait`).
         """
         if shared_bytes > max(self._shared_bytes, PLAIN_SHARED_BYTES):
-            _check(_driver().cuFuncSetAttribute(self._handle, MAX_SHARED_BYTES, shared_bytes), "shared memory")
+            check(driver().cuFuncSetAttribute(self._handle, MAX_SHARED_BYTES, shared_bytes), "shared memory")
             self._shared_bytes = shared_bytes
         values = [_argument(value) for value in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
@@ -81,7 +81,7 @@ class CudaFunction:
             attributes,
             int(pdl),
         )
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None), "launch")
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None), "launch")
 
 
 class CudaModule:
@@ -90,7 +90,7 @@ class CudaModule:
     def __init__(self, cubin: bytes) -> None:
         torch.zeros(1, device="cuda")  # makes torch's context the current one
         self.handle = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self.handle), cubin), "load")
+        check(driver().cuModuleLoadData(ctypes.byref(self.handle), cubin), "load")
         self._functions: dict[str, CudaFunction] = {}
 
     def function(self, name: str) -> CudaFunction:
@@ -185,15 +185,15 @@ def _argument(value: torch.Tensor | int | float) -> Any:
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
-def _check(status: int, action: str) -> None:
+def check(status: int, action: str) -> None:
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        driver().cuGetErrorString(status, ctypes.byref(text))
         raise KernelCompileError(f"CUDA driver, {action}: {(text.value or b'unknown error').decode()} ({status})")
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 

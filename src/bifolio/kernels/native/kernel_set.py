@@ -52,6 +52,7 @@ from bifolio.kernels.native.arguments import (
     native_states,
     state_arrays,
 )
+from bifolio.kernels.native.expert_calls import NativeExpertCalls
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import isa, library, library_digest
 from bifolio.kernels.native.operations import NativeOperations
@@ -116,6 +117,9 @@ class NativeKernels(Entries, NativeOperations, HostArrays):
         """Pack each expert; `prepared` holds all of them for one native call."""
         up, down = ([self.prepare_linear(linear).prepared for linear in side] for side in (experts.up, experts.down))
         return replace(experts, prepared=self.native.Experts(up, down, ACTIVATION_CODES[experts.activation]))
+
+    def expert_calls(self) -> NativeExpertCalls:
+        return NativeExpertCalls(self.native, self.pool)
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
         return replace(

@@ -71,6 +71,7 @@ class GraphKernels(KernelSet, Protocol):
 
     dtype: torch.dtype
     attention: Attention
+    has_host_experts: bool
 
     def stage_states(self, states: StagedStates) -> None: ...
 

@@ -53,6 +53,7 @@ from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.choice import TritonChoice
 from bifolio.kernels.triton.entries import TensorEntries
 from bifolio.kernels.triton.expert_choice import can_route, route
+from bifolio.kernels.triton.expert_stream import ExpertStream
 from bifolio.kernels.triton.head_products import head_products
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
@@ -100,6 +101,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
+        self._expert_stream: ExpertStream | None = None  # of experts on the host
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -142,10 +144,12 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
-        if self.has_host_experts:
-            return None  # a captured step cannot wait for experts on the host
+        if self.has_host_experts and self.host_turn is None:
+            return None  # a captured step cannot wait for kernels in Python
         if any(shape.has_entries for shape in network.shapes):
             return None  # the host finds entries
+        if self.host_turn is not None:
+            self.host_turn.most = max(self.host_turn.most, sizes.num_slots)
         self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
@@ -156,7 +160,12 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
     def prepare_experts(self, experts: Experts) -> Experts:
         """`prepared` is (stack of gate and up, of down)."""
         if experts.host is not None:
-            return HostExperts.prepared(experts, self)
+            prepared = HostExperts.prepared(experts, self)
+            if self.host_turn is not None and self.is_cuda and not self.deterministic:
+                rate = self.host_turn.calls.product_rate
+                self._expert_stream = self._expert_stream or ExpertStream(self.device, rate)
+                self._expert_stream.add(experts)
+            return prepared
         return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
     def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
@@ -284,7 +293,10 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts, adapters: AdapterUse | None = None) -> Array:
         if isinstance(experts.prepared, HostExperts):
-            return experts.prepared.mix(tensor(x), routing, experts.site, adapters)
+            stacks = self._copied_stacks(experts, routing, adapters)
+            if stacks is None:
+                return experts.prepared.mix(tensor(x), routing, experts.site, adapters)
+            experts = replace(experts, prepared=stacks)
         if adapters is not None and adapters.changes_experts(experts.site):
             raise ConfigError(OF_EXPERTS)
         is_deferred = isinstance(x, Normed) and x.value is None
@@ -297,6 +309,18 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             )  # fmt: skip
 
         return Mixture(compute, len(values))
+
+    def _copied_stacks(self, experts: Experts, routing: Routing, adapters: AdapterUse | None) -> tuple[Any, Any] | None:
+        """Experts of the host on the device, for so many rows that the host takes longer; None: the host computes."""
+        stream, (rows, choices) = self._expert_stream, routing.experts.shape
+        layer = None if stream is None or rows <= self.host_turn.most else stream.layer(experts)
+        if stream is None or layer is None or torch.cuda.is_current_stream_capturing():
+            return None
+        if adapters is not None and adapters.changes_experts(experts.site):
+            return None
+        if not stream.reserve() or self.host_turn.room.is_idle or not stream.is_faster(rows, choices, layer):
+            return None
+        return stream.stacks(layer)
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         return recur(tensor(x), recurrence, self._staged_states(batch), storage)

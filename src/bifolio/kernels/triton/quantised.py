@@ -65,10 +65,19 @@ class QuantisedWeight:
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
-def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Rows of a matrix as the file holds them, on the device."""
+
+    format: QuantFormat
+    data: torch.Tensor  # u8[rows, row_bytes]
+    shape: tuple[int, int]
+
+
+def pack(parts: tuple[QuantizedTensor | CopiedRows, ...], device: str) -> QuantisedWeight:
     """Concatenate matrices of one format and width; values and scales are separated on the device."""
     format, (_, depth) = parts[0].format, parts[0].shape
-    raw = torch.cat([torch.from_numpy(np.array(part.data)).to(device) for part in parts])
+    raw = torch.cat([on_device(part.data, device) for part in parts])
     blocks = raw.view(raw.shape[0], depth // 32, format.block_bytes)
     header = HEADER_BYTES[format]
     values = blocks[:, :, header:].contiguous().view(raw.shape[0], -1)
@@ -82,6 +91,11 @@ def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
         factors[:, :, 1].contiguous() if format is QuantFormat.Q4_1 else None,
         (raw.shape[0], depth),
     )
+
+
+def on_device(data: np.ndarray | torch.Tensor, device: str) -> torch.Tensor:
+    """Rows of a file; those of experts that a stream copied are there already."""
+    return data if isinstance(data, torch.Tensor) else torch.from_numpy(np.array(data)).to(device)
 
 
 # -- launching ---------------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ class TritonSlots:
         self.verifications = VerifySteps(kernels, network, storage, self.state, self.graphs.recorder)
         self.prompts: PromptGraphs | None = None
         chooses = any(shape.top_k for shape in network.shapes)
-        if network.split is not None and not chooses:  # how many queries of a prompt choose depends on its length
+        # How many queries of a prompt choose depends on its length; long prompts wait for experts of the host.
+        if network.split is not None and not chooses and not kernels.has_host_experts:
             steps = ON_GPU if self.state.on_gpu else INTERPRETED
             if network.split.tap_width and self.state.on_gpu:
                 steps = steps._replace(tokens=(*SMALL, *steps.tokens))
