@@ -129,9 +129,9 @@ def main() -> None:
         print(__doc__)
     elif sys.argv[1] == "serve":
         from bifolio.cli.main import main as run_command
-        from bifolio.serve.process import supervisor
+        from bifolio.serve.process import worker_process
 
-        supervisor.default_command = lambda: [sys.executable, "-m", "benchmarks.micro.null_device"]
+        worker_process.default_command = lambda: [sys.executable, "-m", "benchmarks.micro.null_device"]
         run_command()
     else:
         from bifolio.api import engine_options

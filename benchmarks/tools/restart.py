@@ -44,10 +44,11 @@ class Answer(NamedTuple):
 class Server:
     """`bifolio serve` in a process of its own."""
 
-    def __init__(self, model: str, *options: str) -> None:
+    def __init__(self, model: str | None, *options: str) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         port = self.url.rpartition(":")[2]
-        command = [sys.executable, "-m", "bifolio", "serve", "-m", model, "--port", port, "--log-level", "error"]
+        command = [sys.executable, "-m", "bifolio", "serve", "--port", port, "--log-level", "error"]
+        command += [] if model is None else ["-m", model]
         began = time.perf_counter()
         self._process = subprocess.Popen([*command, *options])
         self._http = httpx.Client(base_url=self.url, timeout=600)
@@ -57,6 +58,7 @@ class Server:
                     break
             time.sleep(0.02)
         self.ready = time.perf_counter() - began
+        self.pid = self._process.pid
 
     def ask(self, messages: list[dict[str, str]], num_tokens: int) -> Answer:
         body = {"messages": messages, "temperature": 0, "max_tokens": num_tokens, "stream": True,
@@ -83,7 +85,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: str, *options: str) -> Iterator[Server]:
+def serving(model: str | None, *options: str) -> Iterator[Server]:
     server = Server(model, *options)
     try:
         yield server

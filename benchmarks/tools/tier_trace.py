@@ -7,6 +7,10 @@ request runs on each engine in turn, in an order that changes, so other programs
 Blocks of a request are written before the next one runs. An engine "unlimited" has room for all blocks. llama.cpp (a
 Python with xllamacpp) has one slot with as many tokens as the small cache: alone, with its cache in host memory, and
 with slot files, which are restored before each turn of a conversation and saved after it.
+
+The rows "arriving" are of requests that come at the times of the trace, all stretched alike, to a server that answers
+one after the other in the measured times: the time to the first token includes the wait for those before. `load` is the
+part of the time in which the server without a tier, the first of the engines, is busy.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ class Figures:
 
     first: list[float] = field(default_factory=list)  # seconds to the first token
     cached: list[int] = field(default_factory=list)  # prompt tokens
-    seconds: float = 0.0  # of all requests, with the files that are written after them
+    whole: list[float] = field(
+        default_factory=list
+    )  # seconds of each request, with the files that are written after it
     cpu: float = 0.0  # seconds of all threads of this process meanwhile
     lookup: float = 0.0  # seconds of looking prompts up in the tiers, included in `first`
 
@@ -81,7 +87,7 @@ class Bifolio:
             engine.step()
         if engine.tiers is not None:
             engine.tiers.copies.flush(60.0)
-        figures.seconds += time.perf_counter() - began
+        figures.whole.append(time.perf_counter() - began)
         figures.cpu += time.process_time() - cpu
         figures.first.append(request.metrics.time_to_first_token or 0.0)
         figures.cached.append(request.metrics.num_cached_tokens)
@@ -121,7 +127,7 @@ class LlamaCpp:
         if self._has_files:
             self._slot("save", conversation)
             self._saved.add(conversation)
-        figures.seconds += time.perf_counter() - began
+        figures.whole.append(time.perf_counter() - began)
         figures.first.append(first)
         figures.cached.append(cached)
 
@@ -177,9 +183,32 @@ def row(
         "restored": len(gained),
         "restored_p50_ms": median(gained),
         "hit_rate": round(sum(figures.cached) / total, 4),
-        "seconds": round(figures.seconds, 1),
+        "seconds": round(sum(figures.whole), 1),
         "cpu_seconds": round(figures.cpu, 1),
         "lookup_share_of_ttft": round(figures.lookup / sum(figures.first), 6),
+    }
+
+
+def arriving(figures: Figures, arrivals: Sequence[float], stretch: float) -> list[float]:
+    """Seconds to the first tokens of requests that arrive at these times and wait for those before."""
+    found, free = [], 0.0
+    for arrival, first, whole in zip(arrivals, figures.first, figures.whole, strict=True):
+        came = arrival * stretch
+        began = max(came, free)
+        found.append(began + first - came)
+        free = began + whole
+    return found
+
+
+def arriving_row(name: str, figures: Figures, base: Figures, arrivals: Sequence[float], load: float) -> dict[str, Any]:
+    stretch = sum(base.whole) / (load * max(arrivals[-1], 1e-9))
+    seconds = arriving(figures, arrivals, stretch)
+    return {
+        "arriving": name,
+        "load": load,
+        "own_load": round(sum(figures.whole) / (arrivals[-1] * stretch), 2),
+        "ttft_p50_ms": median(seconds),
+        "ttft_p90_ms": round(1e3 * statistics.quantiles(seconds, n=10)[-1], 1),
     }
 
 
@@ -193,6 +222,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peer-python", help="a Python with xllamacpp; the model is a GGUF file then")
     parser.add_argument("--engines", help="names of engines, with semicolons; default: all")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="of the rows `arriving`")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     model, recorded = arguments.model, read_trace(arguments.trace)
@@ -205,6 +235,7 @@ def main() -> None:
     small = max(blocks // 10, length // BLOCK + 2)
     seen: set[int] = set()
     is_first = [place not in seen and not seen.add(place) for _, place in numbers]  # type: ignore[func-returns-value]
+    arrivals = [request.arrival - wanted[0].arrival for request in wanted]
     setting = {"requests": len(requests), "conversations": len(seen), "prompt_tokens": sum(map(len, prompts)),
                "blocks": blocks, "small_cache_blocks": small, "max_model_len": length}  # fmt: skip
     print(json.dumps(setting), flush=True)
@@ -237,6 +268,10 @@ def main() -> None:
                 is_gained = [max(cached) - min(cached) >= BLOCK for cached in each]
                 for name, figures in found.items():
                     print(json.dumps(row(name, figures, prompts[:count], is_first[:count], is_gained)), flush=True)
+                base = next(iter(found.values()))
+                for load in arguments.loads:
+                    for name, figures in found.items():
+                        print(json.dumps(arriving_row(name, figures, base, arrivals[:count], load)), flush=True)
 
 
 if __name__ == "__main__":

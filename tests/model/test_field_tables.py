@@ -135,7 +135,7 @@ def changed(config: ModelConfig, place: str) -> Iterator[ModelConfig]:
 
 def stored_places(family: Family, config: ModelConfig, side: Side) -> Iterator[Entry]:
     """The entries with a key of the parts that the network has."""
-    for place, entry in family.tables[side].items():
+    for place, entry in family.table(side).items():
         part = place.rpartition(".")[0]
         if entry.keys and part != "layers" and (part not in PARTS or getattr(config, part) is not None):
             yield entry

@@ -71,9 +71,13 @@ def test_twenty_models_share_the_memory_of_three(tmp_path: Path) -> None:
     assert len(set(expected.values())) > NUM_MODELS // 2
     weights = max(path.stat().st_size for folder in models for path in folder.glob("*.safetensors"))
     budget = 3 * (weights + 8_000_000 + PROCESS_BYTES) + 1000
-    arguments = [argument for folder in models for argument in ("-m", str(folder))]
-    options = ("--models-memory", str(budget), "--kv-offload-dir", str(tmp_path), "--models-wait", "600")
-    with served(*arguments, *options) as server:
+    found = tmp_path / "models"
+    found.mkdir()
+    for folder in models:
+        (found / folder.name).symlink_to(folder)
+    files = ("--kv-offload-dir", str(tmp_path / "kv"))
+    options = ("--models-dir", str(found), "--models-memory", str(budget), *files, "--models-wait", "600")
+    with served(*options) as server:
         sampler = Sampler(server.process.pid, server.url)
         sampler.start()
         server.client.timeout = httpx.Timeout(700)
@@ -93,5 +97,5 @@ def test_twenty_models_share_the_memory_of_three(tmp_path: Path) -> None:
     assert counted <= budget
     assert most <= budget
     again = [answer for place, answer in enumerate(answers) if wanted[place] in wanted[:place]]
-    found = [answer for answer in again if answer["usage"]["prompt_tokens_details"]["cached_tokens"]]
-    assert len(found) > len(again) // 2  # of models that were evicted meanwhile, too
+    hits = [answer for answer in again if answer["usage"]["prompt_tokens_details"]["cached_tokens"]]
+    assert len(hits) > len(again) // 2  # of models that were evicted meanwhile, too

@@ -183,6 +183,14 @@ def test_keys_guard_all_models(tmp_path: Path) -> None:
         assert states_of(server.client)[models[0].name] == "unloaded"  # no request without a key starts an engine
 
 
+def test_a_kept_model_that_cannot_start_is_an_error_of_one_line() -> None:
+    model, other = folders(2)
+    arguments = ("-m", str(model), "-m", str(other), "--keep", model.name)
+    with pytest.raises(AssertionError, match=rf"error: the model '{model.name}' cannot be started") as caught:
+        Served(*arguments, "--max-model-len", "100000")
+    assert "Traceback" not in str(caught.value)
+
+
 def test_presets_give_models_options_of_their_own(tmp_path: Path) -> None:
     models = folders(2)
     file = tmp_path / "models.ini"

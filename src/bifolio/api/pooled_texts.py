@@ -69,6 +69,21 @@ class PooledTexts:
         return prefix + (text.lower() if self._model.pooling.lowercase else text)
 
 
+def paired(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs of one query and each document, or of two lists of equal length."""
+    queries, documents = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+    for text in (*queries, *documents):
+        if not isinstance(text, str):
+            raise RequestError(f"score takes texts, not {text!r}")
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    if len(queries) != len(documents):
+        raise RequestError(
+            f"{len(queries)} first texts and {len(documents)} second ones: pass one first text, or as many of both"
+        )
+    return list(zip(queries, documents, strict=True))
+
+
 def _token_ids(text: Any) -> list[int] | None:
     """The token ids of a prompt that has them; None: it is text."""
     if isinstance(text, PromptTokens):

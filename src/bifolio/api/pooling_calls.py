@@ -18,7 +18,7 @@ from bifolio.api.pooled_outputs import (
     ScoringOutput,
     pooled_output,
 )
-from bifolio.api.pooled_texts import PooledTexts
+from bifolio.api.pooled_texts import PooledTexts, paired
 from bifolio.api.prompts import Prompt, as_prompts, show_progress
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.engine.adapters import LoadedAdapter
@@ -209,21 +209,6 @@ def _params(given: PoolingParams | None, task: PoolingTask, truncate: int | None
         raise RequestError(f"pooling_params has the task {params.task!r} and this method is for {task!r}")
     truncate = params.truncate_prompt_tokens if truncate is None else truncate
     return dataclasses.replace(params, task=task, truncate_prompt_tokens=truncate)
-
-
-def paired(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of one query and each document, or of two lists of equal length."""
-    queries, documents = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-    for text in (*queries, *documents):
-        if not isinstance(text, str):
-            raise RequestError(f"score takes texts, not {text!r}")
-    if len(queries) == 1:
-        queries = queries * len(documents)
-    if len(queries) != len(documents):
-        raise RequestError(
-            f"{len(queries)} first texts and {len(documents)} second ones: pass one first text, or as many of both"
-        )
-    return list(zip(queries, documents, strict=True))
 
 
 def _scoring(request: Request, score: np.float32) -> PoolingRequestOutput[ScoringOutput]:

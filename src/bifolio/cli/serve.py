@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from bifolio.cli import commands, options, output_files
+from bifolio.cli import commands, early_worker, options, output_files
 from bifolio.cli.serve_several import SeveralOptions
 
 if TYPE_CHECKING:
@@ -321,13 +321,16 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    import asyncio
     import os
 
     from bifolio.cli.serve_checks import check_combined
     from bifolio.errors import ConfigError, MissingDependencyError
 
     check_combined(server, engine, adapters)
+    os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
+    worker = early_worker.start(server, several, models or [])  # before the slow imports
+    import asyncio
+
     try:
         from bifolio.serve.http.context import public_name
         from bifolio.serve.http.server import event_loop
@@ -340,7 +343,6 @@ def serve(
         raise ConfigError(f"--lora-modules names {own_name!r}, the name of the model: choose another")
     if server.log_level not in LEVELS:
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
-    os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
     wanted = several.settings(models or [], server, engine)
     if wanted is not None and adapters != options.Adapters():
@@ -353,7 +355,7 @@ def serve(
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
         if wanted is None:
-            runner.run(run_server(server.settings(), engine_options))
+            runner.run(run_server(server.settings(), engine_options, worker))
         else:
             from bifolio.serve.several.server import serve_several
 

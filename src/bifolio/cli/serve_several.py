@@ -59,12 +59,7 @@ class SeveralOptions:
 
     def settings(self, models: Sequence[str], server: ServerOptions, engine: BatchEngine) -> SeveralModels | None:
         """The models and their limits; None for a server of one model."""
-        from bifolio.engine.host_memory import free_memory
-        from bifolio.engine.memory import read_size
         from bifolio.errors import ConfigError
-        from bifolio.kernels.select import resolve_device
-        from bifolio.serve.several.application import seconds_of
-        from bifolio.serve.several.settings import CACHE_BYTES, SeveralModels, find_models
 
         if len(models) < 2 and self.models_dir is None and self.models_preset is None:
             for name in changed(self):
@@ -73,6 +68,12 @@ class SeveralOptions:
                     "--models-preset"
                 )
             return None
+        from bifolio.engine.host_memory import free_memory
+        from bifolio.engine.memory import read_size
+        from bifolio.kernels.select import resolve_device
+        from bifolio.serve.several.application import seconds_of
+        from bifolio.serve.several.settings import CACHE_BYTES, SeveralModels, find_models
+
         for name in changed(server):
             if name in OF_ONE_ENGINE:
                 raise ConfigError(f"{written(server, name)} cannot be combined with several models: leave it out")

@@ -64,7 +64,7 @@ class Reading:
 
     def __getitem__(self, place: str) -> Any:
         if place not in self._found:
-            entry = self.family.tables[self.side][place]
+            entry = self.family.table(self.side)[place]
             self._found[place] = self._of_key(entry) if entry.reader is None else entry.reader(self)
         return self._found[place]
 
@@ -102,7 +102,7 @@ def read_network(family: Family, source: JsonObject | Header) -> ModelConfig:
     """The network that a file describes."""
     values = Reading(family, source)
     found: dict[str, dict[str, Any]] = {"": {"architecture": family.name}, "layers": {}}
-    for place in family.tables[values.side]:
+    for place in family.table(values.side):
         part, _, name = place.rpartition(".")
         if part not in PARTS or values[FIRST[part]]:
             found.setdefault(part, {})[name] = values[place]
@@ -175,7 +175,7 @@ def undescribed(family: Family, config: ModelConfig, side: Side) -> list[str]:
 
 def _entries(values: Writing) -> Iterator[Entry]:
     """The entries of the parts that the network has; the first one of the others, too."""
-    for place, entry in values.family.tables[values.side].items():
+    for place, entry in values.family.table(values.side).items():
         part = place.rpartition(".")[0]
         if part not in PARTS or place == FIRST[part] or getattr(values.config, part) is not None:
             yield entry

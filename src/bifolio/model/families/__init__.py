@@ -23,7 +23,7 @@ __all__ = ["Family", "all_families", "family_named", "family_of", "family_of_fol
 @cache
 def all_families() -> tuple[Family, ...]:
     """Every family, sorted by file name."""
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in sorted(_files())]
     families = tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
     for names in (lambda f: (f.name,), lambda f: f.hf_types, lambda f: f.gguf_architectures):
         _by_name(families, names)
@@ -39,7 +39,7 @@ def _known() -> tuple[Family, ...]:
 
 def family_named(name: str) -> Family | None:
     """The family with this `ModelConfig.architecture`."""
-    return _by_name(_known(), lambda family: (family.name,)).get(name)
+    return _claiming(name, lambda family: (family.name,))
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -58,18 +58,34 @@ def family_of_folder(raw: Mapping[str, Any]) -> Family:
 
 def family_of_hf(model_type: object) -> Family:
     """The family of a `model_type` in config.json."""
-    known = _by_name(_known(), lambda family: family.hf_types)
-    if not isinstance(model_type, str) or model_type not in known:
-        raise _unsupported(model_type, known)
-    return known[model_type]
+    found = _claiming(model_type, lambda family: family.hf_types)
+    if found is None:
+        raise _unsupported(model_type, _by_name(_known(), lambda family: family.hf_types))
+    return found
 
 
 def family_of_gguf(architecture: str, path: str) -> Family:
     """The family of a `general.architecture` in the GGUF file at `path`."""
-    known = _by_name(_known(), lambda family: family.gguf_architectures)
-    if architecture not in known:
-        raise _unsupported(architecture, known, f"{path}: ")
-    return known[architecture]
+    found = _claiming(architecture, lambda family: family.gguf_architectures)
+    if found is None:
+        raise _unsupported(architecture, _by_name(_known(), lambda family: family.gguf_architectures), f"{path}: ")
+    return found
+
+
+def _files() -> frozenset[str]:
+    """Names of the modules of this package."""
+    return frozenset(found.name for found in pkgutil.iter_modules(__path__))
+
+
+def _claiming(name: object, names: Callable[[Family], Iterable[str]]) -> Family | None:
+    """The family with a name. Most are in the file of that name: then a process reads that file alone."""
+    if not isinstance(name, str):
+        return None
+    if name in _files():
+        family = getattr(importlib.import_module(f"{__name__}.{name}"), "FAMILY", None)
+        if family is not None and name in names(family):
+            return family  # type: ignore[no-any-return]
+    return _by_name(_known(), names).get(name)
 
 
 def _by_name(families: Iterable[Family], names: Callable[[Family], Iterable[str]]) -> dict[str, Family]:

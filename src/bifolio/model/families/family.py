@@ -127,12 +127,15 @@ class Family:
     # -- training
     fresh_config: Callable[..., ModelConfig] | None = None  # (sizes) -> configuration for training from scratch
 
-    tables: Mapping[Side, Table] = field(init=False, repr=False, compare=False)
+    _tables: dict[Side, Table] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        changes = DECODER, constants(self.network), self.fields
-        implied: dict[Side, Mapping[str, Any]] = {"hf": self.hf_implied, "gguf": self.gguf_implied}
-        tables = {side: table(side, *changes, constants(values)) for side, values in implied.items()}
-        object.__setattr__(self, "tables", tables)
         if not self.written_as and self.gguf_architectures:
             object.__setattr__(self, "written_as", self.gguf_architectures[0])
+
+    def table(self, side: Side) -> Table:
+        """The fields in one kind of files; made when it is first read, since a process reads few families."""
+        if (found := self._tables.get(side)) is None:
+            implied = self.hf_implied if side == "hf" else self.gguf_implied
+            found = self._tables[side] = table(side, DECODER, constants(self.network), self.fields, constants(implied))
+        return found

@@ -121,7 +121,7 @@ class _Process:
 
 
 class Helper:
-    """Runs tasks in processes of their own, which are started with the first task. Lives on the event loop."""
+    """Runs tasks in processes of their own, started by `begin` or with the first task. Lives on the event loop."""
 
     def __init__(
         self, prepare: h.Prepare, quick_seconds: float = QUICK_SECONDS, cpu_seconds: float = CPU_SECONDS
@@ -135,8 +135,13 @@ class Helper:
         self._lanes: list[asyncio.Task[None]] = []
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
+        self._beginning: asyncio.Task[None] | None = None
         self._ids = itertools.count(1)
         self.num_restarts = 0
+
+    def begin(self) -> None:
+        """Start the process now: the first task need not wait for it."""
+        self._beginning = asyncio.create_task(self._begin())
 
     async def ask(self, task: h.Task, share: str) -> h.Result:
         """The result of a task. `Failed` of the kind `KILLED`: it took too much time or memory."""
@@ -158,13 +163,18 @@ class Helper:
         return result
 
     async def close(self) -> None:
-        for lane in self._lanes:
-            lane.cancel()
-        await asyncio.gather(*self._lanes, return_exceptions=True)
+        running = [*self._lanes, *([] if self._beginning is None else [self._beginning])]
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         if self._process is not None:
             await self._process.stop()
 
     # -- details -------------------------------------------------------------------------------------------------------
+    async def _begin(self) -> None:
+        with contextlib.suppress(OSError, EOFError):  # the first task tries again
+            await self._ready_process()
+
     def _put(self, lane: int, job: _Job) -> None:
         self._queues[lane].put(job.share, job)
         self._wakes[lane].set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -21,11 +22,11 @@ from bifolio.api.client import EngineClient
 from bifolio.api.messages import KvEventSettings, Launch, SnapshotSettings
 from bifolio.config.transfer import TransferSettings
 from bifolio.errors import ConfigError
+from bifolio.model.loaded import TextModel
 from bifolio.model.loader import open_text_model
 from bifolio.serve.helpers.allocator import return_large_blocks, trim_now_and_then
 from bifolio.serve.helpers.branch_messages import Serve
 from bifolio.serve.helpers.branches import Branches, encode_settings
-from bifolio.serve.http.app import make_app
 from bifolio.serve.http.auth import App, KeyRing, kept_secret, new_secret
 from bifolio.serve.http.connection import Connections, allow_files
 from bifolio.serve.http.context import Limits, ServerContext, public_name
@@ -35,6 +36,7 @@ from bifolio.serve.http.listening import check_certificate, reserve
 from bifolio.serve.http.receipt_files import ReceiptFiles
 from bifolio.serve.http.tls_doors import TlsDoors, tls_context
 from bifolio.serve.process.supervisor import EngineProcess
+from bifolio.serve.process.worker_process import StartedWorker
 from bifolio.serve.views.vllm_metrics import with_vllm_names
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class ServerSettings:
     allow_priority: bool = False  # priorities of clients without keys count
     receipts: Path | None = None  # folder of the receipts of all answers
     worker_command: Sequence[str] | None = None
+    starts_gently: bool = False  # other engines of the machine go first while this one starts
     front_ends: int = 1  # processes that listen on the port
     engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
     engine_secret: bytes = b""  # shared with the engine on another host
@@ -172,18 +175,20 @@ def stopped() -> ApiError:
 
 
 @contextlib.asynccontextmanager
-async def running_context(settings: ServerSettings, engine_options: dict[str, Any]) -> AsyncIterator[ServerContext]:
+async def running_context(
+    settings: ServerSettings, engine_options: dict[str, Any], worker: StartedWorker | None = None
+) -> AsyncIterator[ServerContext]:
     """A loaded tokenizer and a ready engine process, which alone reads the weights."""
     from bifolio.model.registry import DEFAULT_MODEL
 
     reference = engine_options.get("model") or DEFAULT_MODEL
     mmproj = engine_options.get("mmproj")
-    model = open_text_model(reference, mmproj)
+    model = await asyncio.to_thread(open_text_model, reference, mmproj)
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events,
                     settings.transfer, snapshots_of(settings, engine_options))  # fmt: skip
-    engine = make_engine(settings, launch)
+    engine = make_engine(settings, launch, worker)
     try:
-        await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
+        await asyncio.gather(engine.start(), asyncio.to_thread(_prepare, model))
         name = public_name(reference, settings.model_name)
         context = ServerContext(
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
@@ -200,7 +205,13 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         await engine.close()
 
 
-def make_engine(settings: ServerSettings, launch: Launch) -> EngineClient:
+def _prepare(model: TextModel) -> None:
+    """The work of a front end that needs no engine."""
+    importlib.import_module("bifolio.serve.http.app")
+    _ = model.tokenizer
+
+
+def make_engine(settings: ServerSettings, launch: Launch, worker: StartedWorker | None = None) -> EngineClient:
     """A client of the engine: a child process, a thread of this process, or an engine on another host."""
     if settings.engine_address is not None:
         from bifolio.serve.process.remote_engine import RemoteEngine
@@ -216,6 +227,8 @@ def make_engine(settings: ServerSettings, launch: Launch) -> EngineClient:
         command=settings.worker_command,
         step_timeout=settings.step_timeout,
         heartbeat_timeout=settings.heartbeat_timeout,
+        worker=worker,
+        starts_gently=settings.starts_gently,
     )
 
 
@@ -237,6 +250,8 @@ def make_server(
     settings: ServerSettings, context: ServerContext, num_front_ends: int = 1, secret: bytes | None = None
 ) -> Server:
     """The server of one of `num_front_ends` front ends, which share the limits on connections evenly."""
+    from bifolio.serve.http.app import make_app  # read by `_prepare` while the engine starts
+
     keys = KeyRing(settings.keys, secret)
     app = make_app(context, keys, settings.cors_origins, answered_hosts(settings), KeyRing(settings.admin_keys))
     return new_server(settings, app, keys, context, num_front_ends)
@@ -276,21 +291,30 @@ def new_server(settings: ServerSettings, app: App, keys: KeyRing, context: Serve
     return Server(config, context, settings.drain_seconds, doors)
 
 
-async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> None:
-    """Serve until told to stop. The port and the certificate are checked before the model is loaded."""
+async def serve(settings: ServerSettings, engine_options: dict[str, Any], worker: StartedWorker | None = None) -> None:
+    """Serve until told to stop. The port and the certificate are checked before the model is loaded.
+
+    `worker` is the engine's process, if it has been started already.
+    """
     return_large_blocks()
     check_certificate(settings.tls_certificate, settings.tls_key)
     sockets = reserve(settings.host, settings.port, reuse_port=settings.front_ends > 1)
     settings = replace(settings, port=sockets[0].getsockname()[1])
     try:
-        await _serve_on(sockets, settings, engine_options)
+        await _serve_on(sockets, settings, engine_options, worker)
     finally:
         for each in sockets:
             each.close()
 
 
-async def _serve_on(sockets: list[socket.socket], settings: ServerSettings, engine_options: dict[str, Any]) -> None:
-    async with running_context(settings, engine_options) as context:
+async def _serve_on(
+    sockets: list[socket.socket],
+    settings: ServerSettings,
+    engine_options: dict[str, Any],
+    worker: StartedWorker | None,
+) -> None:
+    async with running_context(settings, engine_options, worker) as context:
+        context.templates.begin()
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
             logger.info("memory plan: %s", line)

@@ -33,6 +33,7 @@ from bifolio.serve.process.adapter_loader import AdapterLoader
 from bifolio.serve.process.block_transfer import BlockTransfer
 from bifolio.serve.process.conversations import ConversationStore, add_or_fork, images_of
 from bifolio.serve.process.fairness import FairThread, Turns
+from bifolio.serve.process.grammar_start import GrammarStart
 from bifolio.serve.process.kv_events import KvEventPublisher
 from bifolio.serve.process.pieces import Live, ended, is_chosen_late, without_text
 from bifolio.serve.process.pooled_requests import PooledRequests
@@ -63,6 +64,7 @@ class EngineService:
     _pooled: PooledRequests = field(init=False)
     _adapters: AdapterLoader = field(init=False)
     _compiler: FairThread = field(init=False)
+    _grammars: GrammarStart = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _weights: WeightStream = field(init=False)
@@ -81,6 +83,7 @@ class EngineService:
         self._weights = WeightStream(self.llm.engine.runner.kernels.device)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = FairThread("bifolio-grammar")
+        self._grammars = GrammarStart(self.llm.model, self._compiler)
 
     def close(self) -> None:
         """End the engine's thread after the running step, and the compiler's."""
@@ -254,6 +257,7 @@ class EngineService:
                 self._post(message.id, lambda engine: self._start_compiled(engine, message, adapter, compiled))
 
         try:
+            self._grammars.begin()
             self._compiler.submit(message.share, compile_it)
         except RuntimeError:  # the system starts no further thread
             failure = GrammarError("no thread is free to compile the grammar: ask again later")
@@ -263,7 +267,12 @@ class EngineService:
         """From any thread, now and then: refuse the requests whose grammar takes too long, and close old branches."""
         if len(self._branches):
             self.thread.post(lambda engine: self._branches.expire())
+        self._grammars.look(is_idle=not self.llm.engine.has_work)
+        if self._grammars.ready_at is None:
+            return
         now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
+        if now < self._grammars.ready_at + COMPILE_SECONDS:
+            return  # the first ones waited for the vocabulary
         for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
             self.thread.post(partial(self._refuse_compiled, request_id, error))
 

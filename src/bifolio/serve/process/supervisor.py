@@ -15,14 +15,15 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from bifolio.api import messages as m
 from bifolio.errors import ConfigError
+from bifolio.serve.process import worker_process
 from bifolio.serve.process.engine_connection import EngineConnection, Link
+from bifolio.serve.process.worker_process import GENTLE_SECONDS, StartedWorker, give_way
 
 logger = logging.getLogger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.2, 10.0  # seconds between restarts, doubled from the one to the other
@@ -45,13 +46,20 @@ class EngineProcess(EngineConnection):
         command: Sequence[str] | None = None,
         step_timeout: float = 300.0,
         heartbeat_timeout: float = 10.0,
+        worker: StartedWorker | None = None,
+        starts_gently: bool = False,
     ) -> None:
-        """`command` starts the process; the number of its socket is appended."""
+        """`command` starts the process; the number of its socket is appended. `worker` is the first one, if it runs.
+
+        A process that starts gently leaves the processors to others for some seconds (`give_way`).
+        """
         super().__init__(heartbeat_timeout)
         self._launch = launch
-        self._command = list(command or default_command())
+        self._command = list(command or worker_process.default_command())
         self._step_timeout = step_timeout
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | StartedWorker | None = None
+        self._worker = worker
+        self._starts_gently = starts_gently
         self._runner: asyncio.Task[None] | None = None
         self._greeting: asyncio.Future[m.Hello] | None = None
         self.relay: Relay | None = None
@@ -66,6 +74,8 @@ class EngineProcess(EngineConnection):
     async def close(self) -> None:
         """End the process; requests in flight are aborted."""
         self._closing = True
+        if self._worker is not None:
+            self._worker.connection.close()
         if self._link is not None:
             self._link.send(m.Shutdown())
         if self._process is not None:
@@ -102,17 +112,10 @@ class EngineProcess(EngineConnection):
 
     async def _run_once(self) -> None:
         """Start a process and stay until it has ended."""
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, str(theirs.fileno()), pass_fds=[theirs.fileno()], start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        ours = await self._start_process()
+        if self._starts_gently and self._process is not None:
+            give_way(self._process.pid, True)
+            asyncio.get_running_loop().call_later(GENTLE_SECONDS, give_way, self._process.pid, False)
         ours.setblocking(False)
         link = Link(self._take, m.from_engine_decoder)
         try:
@@ -127,6 +130,24 @@ class EngineProcess(EngineConnection):
             self._link = self.hello = None
             link.abort()
             await self._reap()
+
+    async def _start_process(self) -> socket.socket:
+        """Our end of the connection to a new process, or to the one that was started before."""
+        if self._worker is not None:
+            self._process, self._worker = self._worker, None
+            return self._process.connection
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, str(theirs.fileno()), pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
 
     async def _reap(self) -> None:
         if self._process is None:
@@ -165,6 +186,8 @@ class EngineProcess(EngineConnection):
             logger.error("a step has been running for %.0f s: the engine process is killed", message.step_seconds)
             self.kill()
         elif isinstance(message, m.Hello):
+            if self._starts_gently:
+                give_way(message.pid, False)
             logger.info("engine ready", extra={"engine_pid": message.pid, "kernels": message.kernels})
             self._greet_with(message)
         elif isinstance(message, m.Fatal):
@@ -199,8 +222,3 @@ class Relay(Protocol):
     def engine_lost(self) -> None:
         """The engine process ended, and its requests with it."""
         ...
-
-
-def default_command() -> list[str]:
-    """This interpreter, with its own flags (such as -O)."""
-    return [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "bifolio.serve.process.worker"]  # type: ignore[attr-defined]

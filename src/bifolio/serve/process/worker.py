@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import logging
 import os
 import queue
@@ -23,7 +24,6 @@ from bifolio.serve.views.logs import configure_logging
 if TYPE_CHECKING:
     from bifolio.serve.process.service import EngineService, Send
 
-logger = logging.getLogger(__name__)
 BEAT_SECONDS = 0.5
 READ_BYTES = 1 << 18
 
@@ -121,18 +121,12 @@ def _launch(launch: m.Launch, outbox: Outbox) -> EngineService | None:
 def make_service(launch: m.Launch, send: Send) -> EngineService:
     from bifolio.api.llm import LLM
     from bifolio.config import SpeculativeConfig
-    from bifolio.errors import BifolioError
-    from bifolio.sampling.grammar import prepare_compiler
     from bifolio.serve.process.service import EngineService
 
     options = dict(launch.options)
     if options.get("speculative") is not None:
         options["speculative"] = SpeculativeConfig(**options["speculative"])
     llm = LLM(**options)
-    try:
-        prepare_compiler(llm.model)
-    except BifolioError as error:  # requests with a grammar are refused; all others are served
-        logger.warning("requests with a grammar will be refused: %s", error)
     service = EngineService(llm, send, max_updates_per_second=launch.max_updates_per_second)
     if launch.kv_events is not None:
         from bifolio.cache.events import CacheEvents
@@ -158,6 +152,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(os.environ.get("BIFOLIO_LOG_LEVEL", "info"), "engine")
     connection = socket.socket(fileno=int(sys.argv[1]))
+    importlib.import_module("bifolio.serve.process.service")  # while the front end imports its own modules
     code = serve(connection)
     logging.shutdown()
     os._exit(code)  # threads of kernels or of the grammar compiler may still run

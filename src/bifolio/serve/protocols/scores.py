@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.api.messages import Pooling
-from bifolio.api.pooled_texts import PooledTexts
-from bifolio.api.pooling_calls import paired
+from bifolio.api.pooled_texts import PooledTexts, paired
 from bifolio.config import HeadConfig
 from bifolio.serve.http.auth import Receive, Scope, Send
 from bifolio.serve.http.context import ServerContext

@@ -25,7 +25,7 @@ from enum import StrEnum
 
 from bifolio.api.client import EngineClient
 from bifolio.api.messages import Control
-from bifolio.errors import BifolioError, did_you_mean
+from bifolio.errors import BifolioError, ConfigError, did_you_mean
 from bifolio.serve.http.auth import App
 from bifolio.serve.http.context import ServerContext
 from bifolio.serve.http.errors import ApiError
@@ -326,11 +326,14 @@ class ModelPool:
     # -- the server's life ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Load the models that are always kept."""
+        """Load the models that are always kept; ConfigError: one of them cannot be started."""
         self._sweeper = asyncio.create_task(self._sweep())
         for entry in self.entries.values():
             if entry.source.name in self.settings.keep:
-                await self.load(entry)
+                try:
+                    await self.load(entry)
+                except ApiError as error:
+                    raise ConfigError(str(error)) from error
 
     async def _sweep(self) -> None:
         """Unload models that were not used for the time that they are kept."""

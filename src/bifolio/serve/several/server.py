@@ -54,7 +54,8 @@ def several_server(
         options = {**engine_options, "memory": models.cache_bytes, **source.options, "model": source.reference}
         if models.sleep_bytes:
             options["enable_sleep_mode"] = True
-        return running_context(replace(settings, model_name=source.name), options)
+        is_beside = any(entry.num_running for entry in pool.entries.values() if entry.source is not source)
+        return running_context(replace(settings, model_name=source.name, starts_gently=is_beside), options)
 
     app_of: Any = partial(make_app, keys=keys, cors_origins=settings.cors_origins, hosts=hosts)
     pool = ModelPool(models, open_model, app_of)
