@@ -11,6 +11,7 @@ namespace {
 
 #define BIFOLIO_OWN_FLOAT_TILE
 #define BIFOLIO_INT_ROWS 8
+#define BIFOLIO_AVX512_INT_TILE
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // half of the first cache level of many servers
 #define BIFOLIO_OWN_QUANTIZE
 #define BIFOLIO_OWN_EXPAND
