@@ -10,6 +10,7 @@ namespace {
 #include "simd/avx512.h"
 
 #define BIFOLIO_OWN_FLOAT_TILE
+#define BIFOLIO_FOUR_REGISTERS
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_AVX512_INT_TILE
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // half of the first cache level of many servers
