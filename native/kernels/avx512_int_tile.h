@@ -16,7 +16,7 @@ struct BytePanels {
   uint8_t* bytes;   // [kMinimaBlocks][panels][32 * 16]
   float* scales;    // [kMinimaBlocks][panels][16]
   float* minima;    // [kMinimaBlocks][panels][16]
-  int32_t* starts;  // [row groups][kMinimaBlocks][4] of the sums of each block: they take back what makes bytes unsigned
+  int32_t* starts;  // [row groups][kMinimaBlocks][4] of the sums of each block: minus 128 times the sum of a row, which takes the shift of the weights back
 
   explicit BytePanels(uint8_t* scratch) : bytes(scratch) {
     scales = reinterpret_cast<float*>(bytes + kIntPanels * kMinimaBlocks * kQuantBlock * kPanel);
