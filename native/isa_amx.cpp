@@ -21,6 +21,7 @@ namespace {
 #include "simd/avx512.h"
 
 #define BIFOLIO_OWN_FLOAT_TILE
+#define BIFOLIO_FOUR_REGISTERS
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
 #define BIFOLIO_OWN_EXPAND

@@ -10,7 +10,9 @@ namespace {
 #include "simd/avx512.h"
 
 #define BIFOLIO_OWN_FLOAT_TILE
+#define BIFOLIO_FOUR_REGISTERS
 #define BIFOLIO_INT_ROWS 8
+#define BIFOLIO_AVX512_INT_TILE
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // half of the first cache level of many servers
 #define BIFOLIO_OWN_QUANTIZE
 #define BIFOLIO_OWN_EXPAND

@@ -54,10 +54,14 @@ Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& works
   return inputs;
 }
 
+constexpr int64_t kBytePanels = 3;  // side by side in a tile of bytes, for many rows
+
 // Panels of a piece of work: at least eight pieces for each thread, where there are so many panels. Tiles and floats take two
-// panels side by side.
+// panels side by side, bytes three: of those four pieces for each thread are enough.
 int64_t panel_piece(const PackedMatrix& matrix, int threads, int64_t rows) {
   const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * threads));
+  const bool in_threes = !kernels().has_tiles && matrix.format >= Format::Q8_0 && rows >= kTileRows;
+  if (in_threes && matrix.num_panels >= 4 * kBytePanels * threads) return round_up(even, kBytePanels);
   const bool in_pairs = kernels().has_tiles ? rows >= kTileRows : matrix.format < Format::Q8_0;
   return in_pairs ? round_up(even, 2) : even;
 }
@@ -136,9 +140,12 @@ void multiply_blocks(const PackedMatrix& matrix, const Inputs& inputs, const flo
   }
 }
 
-// Columns of gate and of up in one piece of work: at least four pieces for each thread.
-int64_t gated_columns(int64_t width, int threads) {
-  return std::max(kQuantBlock, std::min(width / (4 * threads), kGatedColumns) / kQuantBlock * kQuantBlock);
+// Columns of gate and of up in one piece of work: at least four pieces for each thread; whole quant blocks, and for tiles of bytes
+// whole tiles, where these are small enough.
+int64_t gated_columns(int64_t width, const LinearWeights& weights, int threads) {
+  const int64_t most = std::min(width / (4 * threads), kGatedColumns), tile = 2 * kBytePanels * kPanel;
+  const int64_t unit = needs_bytes(weights) && most >= tile ? tile : kQuantBlock;
+  return std::max(kQuantBlock, most / unit * unit);
 }
 
 }  // namespace
@@ -186,7 +193,7 @@ Rows some_rows(Rows x, int64_t begin, int64_t count, int64_t width) { return {x.
 // At most kGatedRows rows of activated_linear.
 void activate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle, Rows out,
                Workspace& workspace) {
-  const int64_t width = last.in_features(), most = gated_columns(width, m.size);
+  const int64_t width = last.in_features(), most = gated_columns(width, pair, m.size);
   const Inputs inputs = prepare(m, x, pair, workspace);
   const Middle target = make_middle(middle, last, workspace.middle);
   const auto of_columns = pair.out_features() == width ? act_columns : gate_columns;

@@ -176,9 +176,15 @@ void dequantize_row(FileFormat format, const uint8_t* data, int64_t k, float* ou
   Codes block;
   for (int64_t at = 0; at < k; at += file.elements, data += file.bytes, out += file.elements) {
     decode(data, block);
-    for (int64_t i = 0; i < file.elements; ++i) {
-      const float number = float(file.table ? file.table[block.codes[i]] : block.codes[i]);
-      out[i] = minima ? block.scales[i / group] * number + block.minima[i / group] : block.scales[i / group] * number;
+    for (int64_t g = 0; g < file.elements / group; ++g) {
+      const float scale = block.scales[g];
+      const auto* codes = block.codes + g * group;
+      float* __restrict numbers = out + g * group;
+      if (file.table)
+        for (int64_t i = 0; i < group; ++i) numbers[i] = scale * float(file.table[codes[i]]);
+      else
+        for (int64_t i = 0; i < group; ++i) numbers[i] = scale * float(codes[i]);
+      for (int64_t i = 0; i < group && minima; ++i) numbers[i] += block.minima[g];
     }
   }
 }

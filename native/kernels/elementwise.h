@@ -31,22 +31,28 @@ static inline float sum_row(const float* x, int64_t size, F f) {
   return reduce_add(sum);
 }
 
+#ifdef BIFOLIO_FOUR_REGISTERS
+#include "four_registers.h"
+#endif
+
 // x * factor to the nearest whole number, ties to even, as a float that has it in its last bits: 1.5 * 2^23 is added.
 template <class V>
 static inline V whole(V x, V factor) { return fma(x, factor, constant<V>(12582912.0f)); }
 
-// The functions below work on one register, so that their many constants and intermediate values stay in registers.
+// The functions below work on one register, so that their many constants and intermediate values stay in registers, or on four at once
+// where there are registers enough.
 
 // e^x, error below 2 units in the last place; 0 below -86; NaN stays NaN.
-static inline Reg exp(Reg x) {
-  constexpr auto c = constant<Reg>;
-  const Reg lowest = c(-86.0f);
-  const Reg bounded = min(c(88.0f), max(lowest, x));
-  const Reg t = whole(bounded, c(1.44269504f));
-  const Reg n = sub(t, c(12582912.0f));
-  Reg r = fma(n, c(-0.693359375f), bounded);
+template <class V>
+static inline V exp(V x) {
+  constexpr auto c = constant<V>;
+  const V lowest = c(-86.0f);
+  const V bounded = min(c(88.0f), max(lowest, x));
+  const V t = whole(bounded, c(1.44269504f));
+  const V n = sub(t, c(12582912.0f));
+  V r = fma(n, c(-0.693359375f), bounded);
   r = fma(n, c(2.12194440e-4f), r);
-  Reg p = c(1.9875691500e-4f);
+  V p = c(1.9875691500e-4f);
   p = fma(p, r, c(1.3981999507e-3f));
   p = fma(p, r, c(8.3334519073e-3f));
   p = fma(p, r, c(4.1665795894e-2f));
@@ -77,38 +83,41 @@ static inline Reg tanh(Reg x) {
   return copy_sign(add(zero_where_below(a, limit, far), only_near), x);
 }
 
-static inline Reg sigmoid(Reg x) {
-  constexpr auto c = constant<Reg>;
+template <class V>
+static inline V sigmoid(V x) {
+  constexpr auto c = constant<V>;
   return div(c(1.0f), add(c(1.0f), exp(sub(c(0.0f), x))));
 }
 
 // The error function by Chebyshev's fitting, error below 1.2e-7 everywhere.
-static inline Reg erf(Reg x) {
-  constexpr auto c = constant<Reg>;
+template <class V>
+static inline V erf(V x) {
+  constexpr auto c = constant<V>;
   static const float terms[] = {0.17087277f, -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
                                 -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
-  const Reg a = abs(x);
-  const Reg t = div(c(1.0f), fma(a, c(0.5f), c(1.0f)));
-  Reg p = c(terms[0]);
+  const V a = abs(x);
+  const V t = div(c(1.0f), fma(a, c(0.5f), c(1.0f)));
+  V p = c(terms[0]);
   for (int i = 1; i < 10; ++i) p = fma(p, t, c(terms[i]));
-  const Reg tail = mul(t, exp(sub(p, mul(a, a))));
+  const V tail = mul(t, exp(sub(p, mul(a, a))));
   return copy_sign(sub(c(1.0f), tail), x);
 }
 
-static inline Reg activate(Reg x, Activation activation) {
-  constexpr auto c = constant<Reg>;
+template <class V>
+static inline V activate(V x, Activation activation) {
+  constexpr auto c = constant<V>;
   if (activation == Activation::Silu) return mul(x, sigmoid(x));
   if (activation == Activation::Gelu) {
-    const Reg half = mul(c(0.5f), x);
+    const V half = mul(c(0.5f), x);
     return fma(half, erf(mul(x, c(0.70710678f))), half);
   }
   if (activation == Activation::Relu) return max(c(0.0f), x);
   if (activation == Activation::Relu2) {
-    const Reg positive = max(c(0.0f), x);
+    const V positive = max(c(0.0f), x);
     return mul(positive, positive);
   }
   // (1 + tanh(u)) / 2 is the logistic function of 2u
-  const Reg cube = mul(mul(x, x), x);
+  const V cube = mul(mul(x, x), x);
   return mul(x, sigmoid(mul(c(2.0f * 0.79788456f), fma(cube, c(0.044715f), x))));
 }
 
@@ -163,6 +172,10 @@ static void add_row(const float* x, const float* y, int64_t size, float* out) {
 }
 
 static void act_row(const float* x, int64_t size, Activation activation, float* out) {
+#ifdef BIFOLIO_FOUR_REGISTERS
+  for (; size >= 4 * kRegLanes; size -= 4 * kRegLanes, x += 4 * kRegLanes, out += 4 * kRegLanes)
+    store(out, activate(load_four(x), activation));
+#endif
   map_row(size, out, [&](auto at) { return activate(at(x), activation); });
 }
 

@@ -282,6 +282,10 @@ static inline void prefetch_part(const uint8_t* data, size_t size, int64_t part,
   for (size_t at = begin / 64 * 64; at < end; at += 64) __builtin_prefetch(data + at, 0, 3);
 }
 
+#ifdef BIFOLIO_AVX512_INT_TILE
+#include "avx512_int_tile.h"
+#endif
+
 template <Format F>
 static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
@@ -291,7 +295,15 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
   const int64_t num_blocks = m.k / kQuantBlock;
   const int64_t most = F != Format::Q8_0 && rows <= 32 ? BIFOLIO_FEW_ROWS_BLOCKS : kUnpackedBlocks;
   y += row_begin * y_stride;
-  for (int64_t p = begin; p < end; ++p) {
+  int64_t p = begin;
+#ifdef BIFOLIO_OWN_INT_PANELS
+  if constexpr (code.scales == 1) {
+    const int64_t whole = rows < kLeastRowsOfPanels ? begin : std::min(end, m.n / kPanel);
+    for (; p + kIntPanels <= whole; p += kIntPanels) multiply_byte_panels<F, kIntPanels>(m, x, row_begin, rows, bias, y, y_stride, p, scratch);
+    for (; p + 2 <= whole; p += 2) multiply_byte_panels<F, 2>(m, x, row_begin, rows, bias, y, y_stride, p, scratch);
+  }
+#endif
+  for (; p < end; ++p) {
     const PackedPanel<F> panel{m.panel(p), m.table};
     const bool whole = (p + 1) * kPanel <= m.n;  // then sums are accumulated in the output
     float* sums = whole ? y + p * kPanel : reinterpret_cast<float*>(scratch);

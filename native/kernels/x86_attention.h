@@ -77,7 +77,8 @@ static inline void transpose_eight(__m256 r[8]) {
   }
 }
 
-// Eight positions and eight dimensions at a time. Columns of positions that no query sees hold the values of their rows.
+// Eight positions and eight dimensions at a time. Columns of positions that no query sees hold the values of their rows, or 0: older
+// content of the scratch may be numbers below the normal ones, whose products take a hundred times as long.
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
   for (int64_t first = tile.begin / 8 * 8; first < tile.end; first += 8)
@@ -88,6 +89,9 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
       for (int j = 0; j < 8 && d + j < 4 * chain_length; ++j)
         _mm256_storeu_ps(out + chain_row(d + j, chain_length) * kTile + first, rows[j]);
     }
+  for (int64_t first = 0; first < kTile; first += 8)
+    for (int64_t d = 0; d < 4 * chain_length && (first < tile.begin / 8 * 8 || first >= tile.end); ++d)
+      _mm256_storeu_ps(out + d * kTile + first, _mm256_setzero_ps());
 }
 
 // Queries in the order of the transposed keys, four (or the remaining ones) side by side:

@@ -48,6 +48,13 @@ def test_vectors_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     assert np.abs(vectors(tmp_path / "m.gguf") - vectors(folder)).max() < 1e-6
 
 
+def test_a_bert_tells_its_number_of_token_types(tmp_path: Path) -> None:
+    model, folder = folder_of("bert")
+    written(folder, tmp_path / "m.gguf")
+    count = gguf.GGUFReader(tmp_path / "m.gguf").fields["tokenizer.ggml.token_type_count"]  # else llama.cpp refuses it
+    assert count.contents() == model.config.type_vocab_size
+
+
 @pytest.mark.parametrize("kind", [QuantFormat.Q8_0, QuantFormat.F16])
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_fewer_bits_give_nearly_the_same_vectors(name: str, kind: QuantFormat, tmp_path: Path) -> None:

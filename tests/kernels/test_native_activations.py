@@ -70,6 +70,12 @@ def test_the_size_of_a_model_decides(
     assert activations_for(wanted, num_parameters) == expected
 
 
+def test_an_encoder_rounds_to_8_bits_unless_it_is_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bifolio.kernels.native.isa", lambda: "avx512")
+    assert activations_for("auto", 22_000_000, both_ways=True) == "int8"
+    assert activations_for("int16", 22_000_000, both_ways=True) == "int16"
+
+
 def test_an_unknown_rounding_is_refused_by_the_name_of_its_option() -> None:
     with pytest.raises(ConfigError, match=r"--activations\) is 'int4': pass auto, int8 or int16"):
         LLM(activations="int4")

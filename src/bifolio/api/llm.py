@@ -61,7 +61,7 @@ class LLM(EngineVerbs, PoolingCalls):
     The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe share of free memory; on a
     GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
     `activations` ("int8", "int16") says how finely they are rounded beside quantised weights on the native CPU kernels;
-    "auto" is int16 for models below a billion parameters, which int8 costs answers. `dtype` is the type of dense
+    "auto" is int16 for decoders below a billion parameters, which int8 costs answers. `dtype` is the type of dense
     weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as they lie in the file.
     `quantization` rounds a dense model while it is loaded: "q8_0", "q4_0", or "fp8" on a GPU. `kv_cache_dtype` is
     the type of the cache. `seed` makes requests without a seed of their own repeatable. `deterministic` asks a GPU
@@ -139,7 +139,7 @@ class LLM(EngineVerbs, PoolingCalls):
             adapters=AdapterConfig(max_loras, max_lora_rank, None if lora_dir is None else str(lora_dir)),
             tiers=TierSettings.of(read_size(kv_offload), kv_offload_dir, read_size(kv_offload_disk)),
         )  # fmt: skip
-        activations = activations_for(activations, self.model.config.num_parameters)
+        activations = activations_for(activations, self.model.config.num_parameters, self.model.config.bidirectional)
         kernel_set = options.kernels(kernels, device, threads, activations)
         config = options.config(self.model, kernel_set)
         sizes: Any = {

@@ -111,7 +111,7 @@ Activations = Annotated[
     commands.option(
         "--activations",
         help="Rounding of activations with quantised weights on the CPU: int8 (faster), int16 (nearly exact) or auto "
-        "(int16 below 1B parameters).",
+        "(int16 below 1B parameters, but for encoders).",
         advanced=True,
     ),
 ]

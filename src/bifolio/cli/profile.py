@@ -55,7 +55,7 @@ def profile(
         engine.device,
         name=engine.kernels,
         threads=threads,
-        activations=activations_for(engine.activations, opened.config.num_parameters),
+        activations=activations_for(engine.activations, opened.config.num_parameters, opened.config.bidirectional),
         deterministic=engine.deterministic,
     )
     result = profile_model(

@@ -201,6 +201,8 @@ def _special_entries(tokenizer: Tokenizer, config: ModelConfig, special_tokens: 
     if config.bidirectional and len(framed) == len(plain) + 2:
         ends = {"cls": framed[0], "seperator": framed[-1]}
         entries |= {f"{_PREFIX}{name}_token_id": token_id for name, token_id in ends.items()}
+    if config.bidirectional and config.token_types:
+        entries[_PREFIX + "token_type_count"] = config.token_types  # llama.cpp opens no bert without it
     entries[_PREFIX + "add_bos_token"] = len(framed) > len(plain) and framed[0] != plain[0]
     entries[_PREFIX + "add_eos_token"] = len(framed) > len(plain) and framed[-1] != plain[-1]
     return entries
