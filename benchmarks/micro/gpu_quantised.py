@@ -236,7 +236,7 @@ def coded_settings(format: str, rows: int, product: str, options: dict[str, Any]
         if tiles_of_warp * each * blocks * across * along > 2048:  # sums in registers; `blocks` share a multiprocessor
             continue
         found = code_product.fitting(
-            CodeTile(each, tiles_of_warp, across, along, 2, splits), codes, 227 * 1024 // blocks
+            CodeTile(each, tiles_of_warp, across, along, code_product.MOST_STAGES, splits), codes, 227 * 1024 // blocks
         )
         if found is not None:
             made[f"{each}: {tiles_of_warp},{across},{along},{found.stages},{splits}"] = partial(tiled, tile=found)

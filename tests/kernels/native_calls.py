@@ -86,6 +86,11 @@ def experts(count: int = EXPERTS, width: int = WIDTH) -> Any:
     return native.library().Experts(up, down, 0)
 
 
+def expert_call(**changes: Any) -> Arguments:
+    room, rows = native.library().HostRoom(), np.concatenate([floats(TOKENS, WIDTH), routing()], axis=1)
+    return {"experts": experts(), "room": room, "inputs": rows, "outputs": floats(TOKENS, WIDTH)} | changes
+
+
 def routing(expert: int = EXPERTS - 1) -> np.ndarray:
     """The last expert first, then expert 0, for every token."""
     chosen = np.tile(np.array([[expert, 0]], np.int32), (TOKENS, 1)).view(np.float32)
@@ -317,6 +322,9 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "group_best": 1,
     },
     "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 4},
+    "HostRoom": dict,
+    "ExpertCall": expert_call,
+    "ExpertCall.run": lambda: {"self": native.library().ExpertCall(**expert_call())},
     "Heads": lambda: {"linears": [linear(8, 12), linear(8, 12)]},
     **CHOICE_CALLS,
     **RECURRENCE_CALLS,

@@ -50,6 +50,16 @@ MISUSES = [
         ("of another kind", {"up": [1, 2]}, "must hold weights made by make_linear"),
         ("an unknown activation", {"activation": 5}, "activation is 5"),
     ),
+    *misuses("HostRoom", ("an argument", {"count": 1}, "incompatible", TypeError)),
+    *misuses("ExpertCall.run", ("an argument", {"count": 1}, "incompatible", TypeError)),
+    *misuses(
+        "ExpertCall",
+        ("rows without a choice", {"inputs": floats(TOKENS, WIDTH)}, "inputs is 64 wide and must be 64 wide, and"),
+        ("an odd width", {"inputs": floats(TOKENS, WIDTH + 3)}, "inputs is 67 wide"),
+        ("more choices than experts", {"inputs": floats(TOKENS, WIDTH + 12)}, "the number of experts of a row is 6"),
+        ("a row less", {"outputs": floats(TOKENS - 1, WIDTH)}, "outputs has the shape"),
+        ("experts of another kind", {"experts": linear(8, 12)}, "incompatible", TypeError),
+    ),
     *misuses(
         "Heads",
         ("none", {"linears": []}, "the number of heads is 0"),

@@ -33,7 +33,7 @@ from bifolio.kernels import native  # noqa: E402
 ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *RANK_MISUSES, *RECURRENCE_MISUSES, *STREAM_MISUSES,
                *TOKEN_MISUSES, *ADAPTER_MISUSES, *CHOICE_MISUSES]  # fmt: skip
 # Arrays that are written; None is a value for those that may be left out.
-WRITTEN = {"out", "results", "keys", "values", "memory", "windows", "states"}
+WRITTEN = {"out", "results", "keys", "values", "memory", "windows", "states", "inputs", "outputs"}
 OPTIONAL = {"bias", "conv_bias", "logit_rows", "importance", "factors"}
 SEGMENT_FIELDS = ("phase", "token_start", "query_starts", "context_lens", "block_tables")
 Path = tuple[str | int, ...]
