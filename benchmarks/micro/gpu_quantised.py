@@ -174,7 +174,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(formats: list[str], num_processors: int) -> int:
-    """Print the errors above what rounding allows; their number."""
+    """Print the errors that rounding does not explain; their number."""
     from bifolio.kernels.triton.row_layouts import pack
 
     torch.backends.cuda.matmul.allow_tf32 = False
