@@ -65,7 +65,7 @@ def test_logprobs_are_those_of_the_cpu(
 ) -> None:
     from bifolio.kernels.triton.expert_stream import ExpertStream
 
-    monkeypatch.setattr(ExpertStream, "is_faster", lambda self, rows, choices, layer: copies)
+    monkeypatch.setattr(ExpertStream, "is_faster", lambda self, *sizes: copies)
     copied: list[int] = []
     stacks = ExpertStream.stacks
     monkeypatch.setattr(ExpertStream, "stacks", lambda self, layer: copied.append(layer.number) or stacks(self, layer))

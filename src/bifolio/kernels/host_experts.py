@@ -8,6 +8,7 @@ captured as any other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ class HostTurn:
     calls: ExpertCalls
     room: Any  # of the calls
     most: int = MOST_CALLED
+    row_seconds: float = 0.0  # of one layer and row of prompts, as measured last; 0.0: not yet
     rows: list[HostRows] = field(default_factory=list)  # captured steps keep the smaller ones
 
     @contextmanager
@@ -97,7 +99,10 @@ class HostExperts:
         wanted = (x.float(), routing.experts, routing.weights.float())
         rows, chosen, weights = [copy() for copy in [self._device.fetch(part.contiguous()) for part in wanted]]
         on_host = Routing(np.ascontiguousarray(chosen, np.int32), weights, routing.shared)
+        begun = time.perf_counter()
         mixed: torch.Tensor = self._device.from_host(self._host.mix_experts(rows, on_host, self._experts))
+        if turn is not None and len(x):
+            turn.row_seconds = (time.perf_counter() - begun) / len(x)
         return mixed
 
     def _called(self, x: torch.Tensor, routing: Routing, turn: HostTurn) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Few rows are computed by the host (`HostExperts`). From the number of rows on at which that takes longer than to copy a
 layer, the device multiplies: threads of the host write the next layer to pinned memory, and a stream of its own copies
-it while the device computes the present one. Both times are measured: the rate of the host's kernels, and the copies so
-far.
+it while the device computes the present one. Both times are measured: that of rows on the host (before the first ones,
+the rate of its kernels), and those of the layers copied so far.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Turn:
     raw: torch.Tensor
     begun: Any  # event before the copy
     copied: Any  # event behind it; the device's stream waits for it
-    used: Any  # event behind the last reader of `raw`
+    reading: Any  # event before the readers of `raw`
+    used: Any  # event behind them
     number: int = -1  # of the layer
 
 
@@ -113,10 +114,12 @@ class ExpertStream:
         number = self._numbers.get(id(experts.up[0].parts[0]))
         return None if number is None else self._layers[number]
 
-    def is_faster(self, rows: int, choices: int, layer: Layer) -> bool:
-        if not self._host_rate:
-            self._host_rate = HOST_SHARE * self._rate()
-        return rows * choices * layer.work / self._host_rate > layer.nbytes / self._bandwidth
+    def is_faster(self, rows: int, choices: int, layer: Layer, row_seconds: float) -> bool:
+        """`row_seconds`: of the host; 0.0: not measured yet."""
+        if not row_seconds:
+            self._host_rate = self._host_rate or HOST_SHARE * self._rate()
+            row_seconds = choices * layer.work / self._host_rate
+        return rows * row_seconds > layer.nbytes / self._bandwidth
 
     def reserve(self) -> bool:
         """Take the memory of all turns; False: the device or the host has too little."""
@@ -127,12 +130,12 @@ class ExpertStream:
         try:
             turns = [
                 Turn(
-                    torch.empty(size, dtype=torch.uint8, pin_memory=True),
+                    torch.empty(size, dtype=torch.uint8, pin_memory=self._device.startswith("cuda")),
                     torch.empty(size, dtype=torch.uint8, device=self._device),
-                    cuda.Event(enable_timing=True), cuda.Event(enable_timing=True), cuda.Event(),
+                    *(cuda.Event(enable_timing=True) for _ in range(4)),
                 )
                 for _ in range(TURNS)
-            ]  # fmt: skip
+            ]
         except RuntimeError:  # of memory; the host computes all rows
             self._layers.clear()
             self._numbers.clear()
@@ -154,6 +157,7 @@ class ExpertStream:
             self._start(layer.number + 1)
         here: Any = torch.cuda.current_stream()
         here.wait_event(turn.copied)
+        turn.reading.record(here)
         count = len(layer.up.parts) // _parts_of_expert(layer)
         up, down = (Stack(self._packed(side.copied(turn.raw)), None, count) for side in (layer.up, layer.down))
         turn.used.record(here)
@@ -172,17 +176,21 @@ class ExpertStream:
         """Write a layer to pinned memory and launch its copy."""
         layer, turn = self._layers[number], self._turns[number % TURNS]
         turn.copied.synchronize()  # the copy of the layer before has read the pinned memory
-        copying = turn.begun.elapsed_time(turn.copied) / 1e3 if turn.number >= 0 else 0.0
+        times = []  # the slowest of three lanes bounds the layers in flight
+        if turn.number >= 0:
+            times.append(turn.begun.elapsed_time(turn.copied) / 1e3)
+            if turn.used.query():
+                times.append(turn.reading.elapsed_time(turn.used) / 1e3)
         begun = time.perf_counter()
         assert self._copiers is not None
         write_rows(turn.pinned.numpy(), (layer.up, layer.down), self._copiers)
-        writing = time.perf_counter() - begun
+        times.append(time.perf_counter() - begun)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(turn.used)
             turn.begun.record(self._stream)
             turn.raw[: layer.nbytes].copy_(turn.pinned[: layer.nbytes], non_blocking=True)
             turn.copied.record(self._stream)
-        self._bandwidth += 0.1 * (layer.nbytes / max(writing, copying, 1e-6) - self._bandwidth)
+        self._bandwidth += 0.1 * (layer.nbytes / max(*times, 1e-6) - self._bandwidth)
         turn.number = number
         return turn
 

@@ -327,7 +327,11 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
             return None
         if adapters is not None and adapters.changes_experts(experts.site):
             return None
-        if not stream.reserve() or self.host_turn.room.is_idle or not stream.is_faster(rows, choices, layer):
+        if (
+            not stream.reserve()
+            or self.host_turn.room.is_idle
+            or not stream.is_faster(rows, choices, layer, self.host_turn.row_seconds)
+        ):
             return None
         return stream.stacks(layer)
 
