@@ -204,12 +204,7 @@ static int __shfl_sync(u32, int value, int source) { return (int)shuffled((u32)v
 
 // -- common.cu ---------------------------------------------------------------------------------------------------------
 static void launch_dependents() {}
-struct LateCopy { u64 target, source, bytes; };
-static std::vector<LateCopy> late_copies;  // made when the inputs are there
-extern "C" void copy_late(u64 target, u64 source, u64 bytes) { late_copies.push_back({target, source, bytes}); }
-static void wait_inputs() {
-    for (const LateCopy &copy : late_copies) memcpy((void *)copy.target, (const void *)copy.source, copy.bytes);
-}
+static void wait_inputs() {}
 static void wait_for_inputs() { wait_inputs(); }
 
 static u32 shared_address(const void *pointer) { return (u32)((const u8 *)pointer - memory); }

@@ -9,7 +9,7 @@ import struct
 import subprocess
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,6 @@ class HostModule:
     """Stands for a compiled module: the same source, run on the host."""
 
     folder: Path
-    late: ClassVar[list[tuple[int, int, int]]] = []  # (target, source, bytes) of copies made when the inputs are there
 
     def __init__(self, parts: tuple[str, ...], constants: dict[str, int]) -> None:
         self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
@@ -54,8 +53,6 @@ class HostModule:
         library = _compiled(self.source + call, self.folder)
         words = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
         sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
-        for target, source, count in self.late:
-            library.copy_late(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_uint64(count))
         library.run(sizes, block, words)
 
 

@@ -64,7 +64,6 @@ INTEGERS = {
     "num_rows",
     "num_outputs",
     "out_stride",
-    "count",
     "vocab",
     "num_chunks",
     "num_tokens",

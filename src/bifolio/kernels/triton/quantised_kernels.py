@@ -280,7 +280,7 @@ def dequantise_kernel(
     bytes: tl.tensor,
     rows: tl.tensor,  # int[n]  source row of each output row; unused when all are taken in order
     out: tl.tensor,  # [n, depth]
-    count: tl.tensor,
+    num_rows: tl.tensor,
     factor: tl.tensor,
     DEPTH: tl.constexpr,
     LOW: tl.constexpr,
@@ -297,7 +297,7 @@ def dequantise_kernel(
     LOOKS_UP: tl.constexpr,
 ) -> None:
     target = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    exists = target < count
+    exists = target < num_rows
     row = target.to(tl.int64)
     wait_for_inputs()
     if LOOKS_UP:
