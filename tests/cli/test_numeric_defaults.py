@@ -109,7 +109,7 @@ def settings_of_serve(folder: Path) -> dict[str, Any]:
     server = pytest.importorskip("bifolio.serve.http.server")
     passed: dict[str, Any] = {}
 
-    async def run(settings: Any, engine_options: dict[str, Any]) -> None:
+    async def run(settings: Any, engine_options: dict[str, Any], worker: Any = None) -> None:
         passed.update(engine_options)
 
     with pytest.MonkeyPatch.context() as patch:

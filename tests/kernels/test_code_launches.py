@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("triton")
 from test_row_launches import Recorder
 
 from bifolio.kernels.cuda import code_product, nvrtc

@@ -6,6 +6,8 @@ import pytest
 import torch
 from host_modules import COMPILER, ON_HOST, close, normal
 
+pytest.importorskip("triton")
+
 from bifolio.kernels.cuda import code_product
 from bifolio.kernels.cuda.code_product import CodeTile
 from bifolio.kernels.triton.row_layouts import LAYOUTS, pack

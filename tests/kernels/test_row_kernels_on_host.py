@@ -10,6 +10,8 @@ import pytest
 import torch
 from host_modules import COMPILER, ON_HOST, close, normal
 
+pytest.importorskip("triton")
+
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import row_attention, row_delta, row_experts, row_product
 from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing

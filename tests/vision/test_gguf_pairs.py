@@ -82,7 +82,7 @@ def test_a_tower_in_sixteen_bits_reads_nearly_the_same(tmp_path: Path) -> None:
     with LLM(tmp_path / "text.gguf", **LARGE) as llm, LLM(model.folder, **LARGE) as folder:
         pixels = ours.tiles[0]
         readers = [each.engine.runner.images for each in (llm, folder)]
-        rows = [np.asarray(reader._read(pixels)) for reader in readers if reader is not None]
+        rows = [np.asarray(reader.passes.rows(pixels)) for reader in readers if reader is not None]
     np.testing.assert_allclose(rows[0], rows[1], rtol=0.02, atol=0.02 * np.abs(rows[1]).max())
 
 
