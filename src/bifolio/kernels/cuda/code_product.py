@@ -61,7 +61,7 @@ def tile_for(num_rows: int, outputs: int, codes: Mapping[str, int], *, gated: bo
     `outputs`: rows of the weight, those of gates and up projections.
     """
     rows = min(max(8, 1 << (num_rows - 1).bit_length()), MOST_ROWS)
-    if not gated and outputs <= 4224:  # few tiles: more warps divide the columns
+    if not gated and outputs <= 4224 and rows <= 64:  # few tiles: more warps divide the columns
         return fitting(CodeTile(rows, 2, 2, 4, 3 if rows <= 32 else 2, 2), codes)
     return fitting(CodeTile(rows, 2, 4, 2, MOST_STAGES, 1 if gated or outputs > 8192 else 2), codes)
 
