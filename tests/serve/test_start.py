@@ -48,7 +48,7 @@ def test_an_engine_that_starts_gently_has_its_usual_share_when_it_is_ready() -> 
     if not share.is_file() or "nice" not in share.read_text():
         pytest.skip("this system has no shares of sessions")
     worker = StartedWorker()
-    own = Path(f"/proc/{worker.pid}/autogroup")
+    own, seen = Path(f"/proc/{worker.pid}/autogroup"), []
 
     async def run() -> None:
         engine = EngineProcess(Launch({"model": str(model_folder()), **ENGINE}), worker=worker, starts_gently=True)
@@ -56,12 +56,15 @@ def test_an_engine_that_starts_gently_has_its_usual_share_when_it_is_ready() -> 
         async with asyncio.timeout(60):
             while not own.read_text().rstrip().endswith(f"nice {GENTLE}"):
                 await asyncio.sleep(0.005)
-            await starting
+            seen.append(GENTLE)
+            seen.append((await starting).pid)
             while not own.read_text().rstrip().endswith("nice 0"):
                 await asyncio.sleep(0.005)
+            seen.append(0)
         await engine.close()
 
     asyncio.run(run())
+    assert seen == [GENTLE, worker.pid, 0]
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ the rate of its kernels), and those of the layers copied so far.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from bifolio.kernels.triton.row_layouts import CopiedRows
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
+logger = logging.getLogger(__name__)
 FIRST_BANDWIDTH = 2e10  # bytes a second, before the first copy
 HOST_SHARE = 0.5  # of the peak of the host's products that experts reach
 COPIERS = 8  # threads that write pinned memory
@@ -136,7 +138,8 @@ class ExpertStream:
                 )
                 for _ in range(TURNS)
             ]
-        except RuntimeError:  # of memory; the host computes all rows
+        except RuntimeError as error:  # of memory
+            logger.warning("experts on the host compute long prompts, too: %s", error)
             self._layers.clear()
             self._numbers.clear()
             return False

@@ -320,7 +320,7 @@ class TritonKernels(TensorEntries, TorchArrays, TritonChoice):
         return Mixture(compute, len(values))
 
     def _copied_stacks(self, experts: Experts, routing: Routing, adapters: AdapterUse | None) -> tuple[Any, Any] | None:
-        """Experts of the host on the device, for so many rows that the host takes longer; None: the host computes."""
+        """A layer's experts, copied to the device where it multiplies these rows earlier; None: the host computes."""
         stream, (rows, choices) = self._expert_stream, routing.experts.shape
         layer = None if stream is None or rows <= self.host_turn.most else stream.layer(experts)
         if stream is None or layer is None or torch.cuda.is_current_stream_capturing():

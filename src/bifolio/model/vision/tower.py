@@ -74,14 +74,14 @@ class Tower(Protocol):
         ...
 
     def fixed(self, height: int, width: int, kernels: KernelSet) -> Fixed:
-        """The arrays of tiles of so many pixels."""
+        """Arrays that depend on the height and width of a tile alone, such as its rotations."""
         ...
 
     def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
         """[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns.
 
-        values: f32[patches, ...] of `cut`; `batch`: of so many patches, each of which sees all. No array comes from the
-        host, so that a set can capture it.
+        values: f32[patches, ...] of `cut`; `batch` holds one sequence of these patches, each of which sees all. No array
+        comes from the host, so that a kernel set can capture the pass.
         """
         ...
 

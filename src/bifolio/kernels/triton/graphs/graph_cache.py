@@ -13,6 +13,7 @@ Without a GPU a pass runs kernel by kernel in Triton's interpreter instead of be
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -26,16 +27,16 @@ Key = TypeVar("Key", bound=Hashable)
 _FREE_STREAMS: dict[str, list[Any]] = {}  # of each device: streams that no cache holds
 
 
-class CapturedPass:
+class CapturedPass(ABC):
     """Static buffers, and the launches that read and write them."""
 
     graph: Any = None  # None: kernel by kernel
 
+    @abstractmethod
     def run(self) -> None:
         """Launch the kernels; with buffers as they are made, on padding alone."""
-        raise NotImplementedError
 
-    def recorded(self) -> None:
+    def recorded(self) -> None:  # noqa: B027  most passes change none
         """Reset buffers that were changed while the pass was recorded: it has run once."""
 
     def launch(self) -> None:
