@@ -80,8 +80,8 @@ class Tower(Protocol):
     def rows(self, values: Array, fixed: Fixed, batch: Batch, kernels: KernelSet) -> Array:
         """[rows, d] of one tile; the features of `RowLayout.num_deep` layers follow in further columns.
 
-        values: f32[patches, ...] of `cut`; `batch` holds one sequence of these patches, each of which sees all. No array
-        comes from the host, so that a kernel set can capture the pass.
+        values: f32[patches, ...] of `cut`; `batch` holds one sequence of these patches, each of which sees all. No
+        array comes from the host, so that a kernel set can capture the pass.
         """
         ...
 
